@@ -547,7 +547,7 @@ def test_budgets_are_spent_on_single_experts() -> None:
     profiles = measure_errors(model, batches, configs, layers=r".*experts\.")
     assert all(len(own) == 3 for own in profiles.values())
     weights = sum(p.numel() for experts in experts_of(model).values() for p in experts.parameters())
-    plan = allocate(profiles, model, parameters=weights // 2)
+    plan = allocate(profiles, model, bytes=weights * 2)
     report = prune_(model, plan, batches)
     densities = {layer.density for layer in report.layers}
     assert len(densities) > 1

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from tilesparse import BlockPattern, BlockSparseLinear, cli, prune_
-from tilesparse.calibrate.calibration import Damped, Moments
+from tilesparse.calibrate.calibration import Damped, Moments, damped
 from tilesparse.cli.demo import GPT
 from tilesparse.cli.demo import SIZES as DEMO
 from tilesparse.config import BlockSparseConfig as Config
@@ -390,14 +390,15 @@ def test_reported_errors_are_those_of_the_layers() -> None:
     assert "128x64" in text and f"{pruned.error:.4f}" in text and "by obs" in text
 
 
-def test_later_layers_make_up_for_what_was_pruned_before() -> None:
+def test_later_layers_make_up_for_what_was_pruned_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all of its blocks a layer becomes the best one there is for the inputs in the pruned model, and
     what it is to give: the mean of what it gives there and of what it gives in the dense model.
     """
     case = CASES["mlp"]()
     dense = copy.deepcopy(case.model)
     configs = {"0": Config(0.25, (16, 16)), "2": Config(1.0, (16, 16))}
-    prune_(case.model, configs, case.batches, damping=1e-6)
+    monkeypatch.setattr(driver, "damped", lambda second: damped(second, 1e-6))
+    prune_(case.model, configs, case.batches)
     data = torch.cat(case.batches)
     x = torch.relu(case.model[0](data)).detach().double()
     in_dense, old = (dense[2](z).detach().double() for z in (torch.relu(dense[0](data)), x.float()))
@@ -661,8 +662,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "configs of others": ({"config": {"1": Config(0.5, 16)}}, "got '1' .*not nn.Linear"),
     "configs and layers": ({"config": {"0": None}, "layers": "0"}, "layers must be None beside"),
     "no block": ({"config": Config(0.001, 16)}, "rounds to none"),
-    "damping": ({"damping": -1}, "damping"),
-    "damping beyond all floats": ({"damping": 10**400}, "damping must be"),
     "refit": ({"refit": 1}, "refit"),
     "regex": ({"layers": "("}, "layers must be a name or a regular expression"),
     "nothing matches": ({"layers": "decoder"}, "no layer is left"),
@@ -787,20 +786,15 @@ def test_experts_that_stay_dense_are_named() -> None:
     whole = sum(parameter.numel() for parameter in case.model.parameters())
     experts = sum(p.numel() for name, p in case.model.named_parameters() if ".experts." in name)
     assert experts > 0.9 * whole
-    report, said = messages(lambda: prune_(case.model, Config(0.5, 16), case.batches))
+    report = prune_(case.model, Config(0.5, 16), case.batches)
     assert all("self_attn" in layer.name for layer in report.layers)
     assert ["it holds extra" in one.reason for one in report.skipped if ".experts" in one.name] == [True] * 2
     found = sum(one.share for one in report.dense if ".experts." in one.name)
     assert found == pytest.approx(experts / whole, rel=1e-4)
     assert "model.layers.*.mlp.experts.gate_up_proj" in str(report)
-    (dense,) = [one for one in said if "are in no linear layer and stay dense" in one]
-    assert "model.layers.*.mlp.experts.down_proj (2)" in dense
     known = Case(mixtral, tokens(), "model.layers")
-    report, said = messages(
-        lambda: prune_(known.model, Config(0.5, 32), known.batches, method="magnitude", refit=False)
-    )
+    report = prune_(known.model, Config(0.5, 32), known.batches, method="magnitude", refit=False)
     assert "model.layers.0.mlp.experts.gate_up.* (24)  256x64" in str(report)
-    assert not any("stay dense" in one for one in said)
 
 
 def test_expressions_that_prune_nothing_raise() -> None:
@@ -810,10 +804,6 @@ def test_expressions_that_prune_nothing_raise() -> None:
         with pytest.raises(InvalidArgumentError, match=f"{re.escape(layers[-1])}|no layer is left"):
             prune_(model, Config(0.5, 16), vectors(), layers=layers)
         assert unchanged(model, before)
-    report = prune_(model, Config(0.5, 16), vectors(), layers=["decoder"], strict=False)
-    assert not report.layers and unchanged(model, before)
-    report = prune_(model, Config(0.5, 16), vectors(), layers=["0$", "decoder"], strict=False)
-    assert [layer.name for layer in report.layers] == ["0"]
 
 
 def test_layers_that_cannot_be_cut_are_skipped_unless_named() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import DEVICES, SIZES, randn, seeded
 from test_docs import executed
 from torch import Tensor, nn
@@ -31,17 +30,15 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     T5Model,
-    TrainingArguments,
 )
 from transformers.utils import logging
 
 from tilesparse import BlockSparseConfig, BlockSparseLinear, distill_, prune_, reconstruct_
-from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.recover import DistillationLoss, reconstruction
 from tilesparse.recover import distillation as graphs
 from tilesparse.recover import distillation as losses
-from tilesparse.recover.trainer import DistillationTrainer, PatternCallback
 from tilesparse.train import MaskSchedule, PatternSchedule
 
 logging.set_verbosity_error()
@@ -1028,131 +1025,6 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         distill_(**given, autocast=torch.float16)
     with torch.no_grad():  # it is training
         assert len(distill_(**given).loss) == 2 and not same(tensors_of(model), before)
-
-
-# Transformers' Trainer.
-
-
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(3, VOCABULARY, (TOKENS,), generator=seeded(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def trainer(model: Any, teacher: Any, folder: Path, kind: str | None, **options: Any) -> Any:
-    steps = {"gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
-    arguments: Any = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, **steps, **quiet, **options}
-    optimizer = adam(model, 1e-3)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    schedule, fractions = scheduled(kind, model, optimizer) if kind else (None, None)
-    return DistillationTrainer(
-        model,
-        TrainingArguments(str(folder), **arguments),
-        train_dataset=Rows(),
-        eval_dataset=Rows(),
-        optimizers=(optimizer, scheduler),
-        callbacks=[PatternCallback(schedule, scheduler=fractions)] if kind else None,
-        teacher=teacher,
-        loss=DistillationLoss(logits=1.0, hidden_states=1.0),
-    )
-
-
-@pytest.fixture(autouse=True)
-def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.PrinterCallback, "on_log", lambda *args, **kwargs: None)
-
-
-def test_the_trainer_distils_and_resumes_with_its_schedule(tmp_path: Path) -> None:
-    teacher = dense("llama")
-    model = pruned(teacher, "llama")
-    before = masks_of(model)
-    trainer(model, teacher, tmp_path, "rigged lottery").train()
-    assert all((one != mask).any() for one, mask in zip(masks_of(model), before, strict=True))
-    resumed, folder = pruned(teacher, "llama"), str(tmp_path / "checkpoint-2")
-    trainer(resumed, teacher, tmp_path, "rigged lottery").train(resume_from_checkpoint=folder)
-    assert same(tensors_of(resumed), tensors_of(model))
-
-
-def test_the_loss_of_the_trainer_is_that_of_the_plain_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, teacher = pair("llama")
-    row = Rows()[0]
-    monkeypatch.setattr(Rows, "__getitem__", lambda self, index: row)  # all batches are alike
-    options: dict[str, Any] = {"max_steps": 6, "save_strategy": "no", "learning_rate": 1e-3}
-    run = trainer(model, teacher, tmp_path, None, **options)
-    batch = {name: torch.stack([tensor] * 2) for name, tensor in row.items()}
-    twin = copy.deepcopy(model)
-    assert not teacher.training
-    untrained = run.evaluate()["eval_loss"]
-    run.train()
-    logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    (expected,) = distill_(twin, teacher, [batch] * 2, adam(twin), loss=run.loss, accumulate=2).loss
-    assert abs(logged[0] / expected - 1) < 1e-5 and abs(untrained / expected - 1) < 1e-5
-    assert run.evaluate()["eval_loss"] < 0.9 * untrained
-    assert run.predict(Rows()).predictions.shape == (12, TOKENS, VOCABULARY)  # and no hidden states
-    del row["labels"]
-    run.label_names = []
-    assert run.evaluate()["eval_loss"] < 0.9 * untrained
-
-
-def test_a_skipped_step_moves_nothing_and_masks_are_saved(tmp_path: Path) -> None:
-    def masked() -> tuple[Any, MaskSchedule]:
-        model = pruned(teacher, "llama", block_shape=(32, 32), nm=(2, 4))
-        optimizer = adam(model)
-        return optimizer, MaskSchedule(model, optimizer, every=2, decay=0.0)
-
-    teacher = dense("llama")
-    optimizer, masks = masked()
-    mover = Mover(pruned(teacher, "llama"))
-    args, state = outputs(output_dir=tmp_path, should_save=True), outputs(global_step=3, log_history=[])
-    for skipped in (True, False):
-        for schedule in (mover, masks):
-            PatternCallback(schedule).on_optimizer_step(
-                args, state, None, optimizer=outputs(step_was_skipped=skipped)
-            )
-        assert len(mover.saw_gradients) == (not skipped)
-    optimizer.step()
-    folder = tmp_path / "checkpoint-3"
-    folder.mkdir()
-    file, whole = folder / "pattern_schedule.pt", folder / "whole"
-    history = folder / "trainer_state.json"
-    history.write_text('{"global_step": 3, "log_history": []}')
-    PatternCallback(masks).on_save(args, state, None)
-    _, other = masked()
-    PatternCallback(other).on_train_begin(args, state, None)
-    assert (masks.steps, other.steps) == (1, 1)
-
-    def refused(match: str, **options: Any) -> None:
-        with pytest.raises(CheckpointError, match=match):
-            PatternCallback(other, **options).on_train_begin(args, state, None)
-
-    refused("must be with a scheduler", scheduler=Mover(teacher))
-    history.write_text('{"global_step": 3, "log_history": [{"loss": 1}]}')
-    refused("another run")
-    history.write_text('{"global_step": 3, "log_history": []}')
-    file.rename(whole)
-    refused(r"pattern_schedule\.pt: missing, while training resumes at step 3")
-    file.write_bytes(whole.read_bytes()[:99])
-    refused(r"pattern_schedule\.pt: damaged")
-
-
-def test_callbacks_and_trainers_check_what_they_are_given(tmp_path: Path) -> None:
-    model, _ = pair("llama")
-    for schedule, scheduler, text in (
-        (None, None, "schedule"),
-        (3, None, "schedule"),
-        (Mover(model), 3, "scheduler"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=f"{text} must "):
-            PatternCallback(schedule, scheduler=scheduler)
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(InvalidArgumentError, match="teacher must have parameters of its own"):
-        DistillationTrainer(model, arguments, teacher=model, loss=DistillationLoss(logits=1.0))
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ CHOICES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
     ({"up": WHOLE, "blocks": HALF}, {"exclude": "down"}, {"blocks.0.up": 0.5, "up": 1.0}),
 ]
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (HALF, {"exclude": "9", "strict": False}, "exclude must match modules of the model, got '9'"),
+    (HALF, {"exclude": "9"}, "exclude must match modules of the model, got '9'"),
     (HALF, {"exclude": "("}, "exclude must be a name or a regular expression"),
     (HALF, {"layers": "9"}, "'9'|no layer is left"),
     ({"up": HALF}, {"layers": "up"}, "layers must be None beside a mapping"),

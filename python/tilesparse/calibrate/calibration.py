@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_block_shape, check_module, checked_number
-from .._reports import MOST, listed, warn_user
+from .._reports import MOST, Progress, listed, warn_user
 from .._runtime.torch_private import exact_float32
 from ..config import BlockSparseConfig, check_of_experts
 from ..errors import InvalidArgumentError
 from ..model.modules import names_of_modules, set_submodule
-from ..nn.dense import dense_weight, is_conv1d
+from ..nn.dense import dense_weight
 from ..nn.experts import (
     NORM,
     ExpertsLinear,
@@ -511,6 +511,7 @@ class Calibration:
         yielded before: what comes after them runs with these.
         """
         done: list[str] = []
+        progress = Progress(len(self._layers))
         for layers in self.units():
             groups = self._with_same_input(layers)
             if self._block is None:
@@ -519,6 +520,7 @@ class Calibration:
                 yield group
                 self._parameters |= changed(group)
                 done += group
+                progress.show(len(done), f"layers done, {group[-1]} the last")
 
     def _with_same_input(self, layers: Sequence[str]) -> list[list[str]]:
         inputs: dict[str, list[Input]] = {}
@@ -719,27 +721,3 @@ def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
             "batches must give a layer at least as many tokens as it has inputs, and one more for a bias, or "
             f"its weights fit these tokens alone and its error is too small, got {'; '.join(texts[:MOST])}"
         )
-
-
-def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Return the dense linear layers of these names; `argument` names their source in messages."""
-    if not isinstance(names, Iterable):
-        raise InvalidArgumentError(f"{argument} must be names of layers, got {type(names).__name__}")
-    with expanded(model):
-        modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Any] = {}
-    seen: dict[nn.Module, str] = {}
-    for name in names:
-        module = modules.get(name) if isinstance(name, str) else None
-        if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
-            kind = "no layer of that name" if module is None else type(module).__name__
-            raise InvalidArgumentError(f"{argument} must name dense linear layers, got {name!r}: {kind}")
-        if module in seen:
-            raise InvalidArgumentError(
-                f"{argument}: {name!r} and {seen[module]!r} are one layer, give one name"
-            )
-        seen[module] = name
-        found[name] = module
-    if not found:
-        raise InvalidArgumentError(f"{argument} must have at least one layer, got none")
-    return found

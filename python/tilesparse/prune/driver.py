@@ -17,7 +17,7 @@ layer by layer as in Frantar & Alistarh, "Optimal Brain Compression", NeurIPS 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_flag, check_shapes, checked_number, shown
+from .._checks import check_flag, check_shapes, shown
 from .._hooks import check_can_change, layers_changed
-from .._reports import Progress, empty_of, listed, warn_user
+from .._reports import empty_of
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import (
-    DAMPING,
     Calibration,
     Damped,
     Forward,
@@ -50,7 +49,7 @@ from ..calibrate.calibration import (
 )
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError
+from ..errors import InvalidArgumentError
 from ..matrix import BlockSparseMatrix
 from ..model.match import (
     STAYS_DENSE,
@@ -63,7 +62,7 @@ from ..model.match import (
     reasons_against_experts,
 )
 from ..model.modules import Target, hidden_attribute, names_of_modules, replace_modules
-from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
+from ..model.report import Report, patch_report, warn_of_empty
 from ..nn.dense import dense_weight, is_conv1d
 from ..nn.linear import BlockSparseLinear
 from ..pattern import BlockPattern
@@ -104,7 +103,7 @@ class Pruner:
     separately: the bias makes up for what the weight changes of the mean output, exactly.
     """
 
-    def __init__(self, linear: Any, moments: Moments, damping: float) -> None:
+    def __init__(self, linear: Any, moments: Moments) -> None:
         self._linear, self.tokens = linear, moments.tokens()
         self._second, self._mean = moments.second(), moments.mean()
         self._device = self._second.device
@@ -112,7 +111,7 @@ class Pruner:
         self._dense_bias = None if linear.bias is None else linear.bias.detach().to(self._device).double()
         self._weight, self._bias = self._dense.double(), self._dense_bias
         centred = self._bias is not None
-        self._moment = damped(moments.second(centred=centred), damping)
+        self._moment = damped(moments.second(centred=centred))
         across = moments.across(centred=centred)
         if across is not None:
             across.diagonal().add_(self._moment.added)
@@ -419,10 +418,8 @@ def prune_(
     filter_fn: Filter | None = None,
     method: str = "obs",
     refit: bool = True,
-    damping: float = DAMPING,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
-    strict: bool = True,
 ) -> Report:
     """Prune the linear layers of a trained model in place, so that their outputs change least.
 
@@ -446,14 +443,12 @@ def prune_(
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
             after the other; "wanda" by the sum of |W| · ‖X‖; "magnitude" by their norm.
         refit: whether the kept weights make up for the others.
-        damping: of the second moment of the inputs, over the mean of its diagonal.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the stack and all matrices are computed; None is that of the model.
-        strict: raise where a name or expression prunes no layer, or all of them none.
 
     Warns:
-        UserWarning: layers have met fewer tokens than they have inputs; chosen blocks leave block rows or
-            columns empty; or, without ``layers``, most parameters are in no linear layer.
+        UserWarning: layers have met fewer tokens than they have inputs, or chosen blocks leave block rows or
+            columns empty.
 
     Examples:
         >>> config = tilesparse.BlockSparseConfig(density=0.5, block_shape=64)
@@ -461,48 +456,45 @@ def prune_(
     """
     if method not in METHODS:
         raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
-    checked_number("damping", damping)
     check_flag("refit", refit)
     check_model(model)
-    all_layers = isinstance(config, BlockSparseConfig) and layers is None
-    if isinstance(config, BlockSparseConfig):
-        config = checked_config("config", config)
-    elif isinstance(config, Mapping):
+    if isinstance(config, Mapping):
         config = {
             name: None if own is None else checked_config(f"config[{name!r}]", own)
             for name, own in config.items()
         }
     else:
-        raise InvalidTypeError(f"config must be a BlockSparseConfig or a mapping, got {shown(config)}")
+        config = checked_config("config", config)
     refused = reasons_against_experts(model)
     solutions: dict[str, Solution] = {}
     made: dict[str, Any] = {}
     stack = None
     with expanded(model) as experts:
-        targets, skipped = chosen_layers(
-            model, config, layers, exclude, filter_fn, strict=strict, refused=refused
-        )
-        all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)  # as planned
-        if not targets and not all_stay_dense and strict:
-            raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
+        targets, skipped = chosen_layers(model, config, layers, exclude, filter_fn, refused=refused)
         if targets:
             check_configs_of(experts, targets)
             data = collected(batches)
             check_can_change(model)
-            device = chosen_device(model, device)
             with observing(model):
-                calibration = Calibration(model, data, forward or call_model, list(targets), device, refit)
+                calibration = Calibration(
+                    model, data, forward or call_model, [*targets], chosen_device(model, device), refit
+                )
 
-                def solve(name: str, moments: Moments) -> Solution:
-                    pruner = Pruner(model.get_submodule(name), moments, damping)
-                    return pruner.prune(targets[name], method, refit=refit)
+                def changed(names: Sequence[str]) -> dict[str, Tensor]:
+                    return _parameters(model, targets, {name: solutions[name] for name in names})
 
-                solutions = _solutions(model, calibration, targets, solve)
+                for group in calibration.groups(changed):
+                    for name, moments in calibration.moments(group):
+                        with naming_layer(name):
+                            pruner = Pruner(model.get_submodule(name), moments)
+                            solutions[name] = pruner.prune(targets[name], method, refit=refit)
             sparse = {
                 name: built(model.get_submodule(name), solution, targets[name])
                 for name, solution in solutions.items()
             }
             made, stack = joined(experts, sparse, targets), calibration.stack
+        elif not skipped or any(one.reason != STAYS_DENSE for one in skipped):  # not as planned
+            raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
     names = names_of_modules(model)
     replaced = []
     for name, layer in made.items():
@@ -521,52 +513,25 @@ def prune_(
             solution.pattern.shape,
             targets[name],
             solution.pattern.density,
-            solution.error_before,
-            solution.error,
-            solution.damping,
-            solution.tokens,
+            *solution[4:],
             *empty_of(solution.pattern.block_indices(), solution.pattern.shape, solution.pattern.block_shape),
             projection_of(experts, name),
         )
         for name, solution in solutions.items()
     ]
+    if made and (refit or method == "obs"):
+        tokens = {layer.name: layer.tokens for layer in pruned}
+        warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
+    if made:
+        warn_of_empty(layer for layer in pruned if layer.projection is None)
     order = f"block by block of {stack!r}" if stack is not None else "all layers at once"
-    report = replace(
+    return replace(
         sizes,
         layers=pruned,
         skipped=skipped,
         notes=[f"{order}, by {method}"],
         facts={"method": method, "stack": stack},
     )
-    if made and (refit or method == "obs"):
-        tokens = {layer.name: layer.tokens for layer in pruned}
-        warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
-    if made:
-        warn_of_empty(layer for layer in pruned if layer.projection is None)
-    if made and all_layers:
-        _warn_of_dense(model, report.dense)
-    return report
-
-
-def _solutions(
-    model: nn.Module,
-    calibration: Calibration,
-    targets: Mapping[str, BlockSparseConfig],
-    solve: Callable[[str, Moments], Solution],
-) -> dict[str, Solution]:
-    """Return the solutions of all layers, each by its inputs behind those that were pruned before."""
-    solutions: dict[str, Solution] = {}
-    progress = Progress(len(targets))
-
-    def changed(layers: Sequence[str]) -> dict[str, Tensor]:
-        return _parameters(model, targets, {name: solutions[name] for name in layers})
-
-    for group in calibration.groups(changed):
-        for name, moments in calibration.moments(group):
-            with naming_layer(name):
-                solutions[name] = solve(name, moments)
-            progress.show(len(solutions), f"layers pruned, {name} the last")
-    return solutions
 
 
 def _parameters(
@@ -582,15 +547,3 @@ def _parameters(
         if layer.bias is not None:
             found[f"{name}.bias"] = layer.bias.detach()
     return found
-
-
-def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
-    """Warn where most of a model is no linear layer, as with experts stacked in one parameter."""
-    usual = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
-    others = [one for one in dense if not isinstance(model.get_submodule(one.name.rpartition(".")[0]), usual)]
-    share = sum(one.share for one in others)
-    if share > 0.5:
-        warn_user(
-            f"{share:.0%} of the parameters are in no linear layer and stay dense: "
-            f"{listed(one.name for one in others)}"
-        )

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import shown
-from .._reports import Progress
-from ..calibrate.calibration import DAMPING, Calibration, Forward, Moments, call_model, check_model, collected
+from ..calibrate.calibration import Calibration, Forward, Moments, call_model, check_model, collected
 from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
@@ -247,13 +246,11 @@ def _with_moments(
     names = list(dict.fromkeys(name for group in groups for name in group._names()))
     calibration = Calibration(model, data, call, names, device)
     known: dict[str, Moments] = {}
-    progress = Progress(len(groups))
     for layers in calibration.groups():
         known |= calibration.moments(layers)
         for group in [group for group in waiting if known.keys() >= set(group._names())]:
             waiting.remove(group)
             yield group, known
-            progress.show(len(groups) - len(waiting), f"groups searched, {group.consumer} the last")
         needed = {name for group in waiting for name in group._names()}
         known = {name: moments for name, moments in known.items() if name in needed}
 
@@ -280,7 +277,7 @@ def _error(
     model: nn.Module, group: PermutationGroup, moments: Mapping[str, Moments], config: BlockSparseConfig
 ) -> float:
     """Return the sum of the errors of the group's layers once they are pruned."""
-    pruners = (Pruner(model.get_submodule(name), moments[name], DAMPING) for name in group._names())
+    pruners = (Pruner(model.get_submodule(name), moments[name]) for name in group._names())
     return sum(pruner.prune(config, "obs").error for pruner in pruners)
 
 

@@ -444,8 +444,7 @@ def check_autocast(dtype: object) -> None:
     """Raise unless the dtype is bfloat16 or None: float16 needs scaled gradients."""
     if dtype == torch.float16:
         raise UnsupportedError(
-            "autocast must be torch.bfloat16, got torch.float16, whose gradients must be scaled; "
-            "tilesparse.recover.trainer.DistillationTrainer does that"
+            "autocast must be torch.bfloat16, got torch.float16, whose gradients must be scaled"
         )
     if dtype not in (None, torch.bfloat16):
         raise InvalidArgumentError(f"autocast must be torch.bfloat16 or None, got {dtype!r}")
