@@ -70,9 +70,8 @@ def brute_force(costs: list[list[float]], errors: list[list[float]], budget: flo
     )
 
 
-items = st.tuples(
-    *(st.integers(0, most) | st.integers(0, most << 10).map(lambda n: n / 1024) for most in (12, 9))
-)
+fractions = st.integers(0, 9 << 10).map(lambda number: number / 1024)
+items = st.tuples(st.integers(0, 12) | fractions, st.integers(0, 9) | fractions)
 
 
 @given(st.lists(st.lists(items, min_size=1, max_size=5), min_size=1, max_size=5), st.floats(0, 1))
@@ -96,7 +95,7 @@ def test_a_plan_is_the_configs_and_the_sums_of_its_layers() -> None:
     total = 4 * 3 * 128 * 256
     plan = allocate(profiles, model, bytes=total // 2)
     assert sum(layer.cost for layer in plan.layers) == plan.cost <= total // 2
-    assert plan.error == sum(profiles[name][plan[name]] for name in NAMES)
+    assert plan.error == sum(profiles[name].get(plan[name], 0.0) for name in NAMES)
     assert list(plan) == list(NAMES)
     assert allocate(profiles, model, bytes=total) == dict.fromkeys(NAMES)
 
