@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from tilesparse import BlockPattern, BlockSparseLinear
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError
+from tilesparse.errors import InvalidPatternError
 from tilesparse.train import AveragedModel, Gradual
 
 IN, OUT = 96, 64
@@ -22,7 +22,6 @@ DECAY = 0.9
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "mean": {},
     "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(DECAY)},
-    "ema one by one": {"avg_fn": swa_utils.get_ema_avg_fn(DECAY)},
 }
 
 
@@ -45,13 +44,10 @@ def write(layer: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_block_keeps_its_average_and_a_new_one_starts_from_its_weight(
-    name: str, use_buffers: bool, device: str
-) -> None:
+def test_a_block_keeps_its_average_and_a_new_one_starts_from_its_weight(name: str, device: str) -> None:
     model = make(device=device)
-    layer, average = model[0], AveragedModel(model, use_buffers=use_buffers, **FUNCTIONS[name])
+    layer, average = model[0], AveragedModel(model, **FUNCTIONS[name])
     averaged: Any = average.module[0]
     wanted, kept = dense(layer)
     first, second = (make(seed)[0].pattern for seed in (1, 2))
@@ -188,5 +184,3 @@ def test_an_empty_pattern_is_averaged() -> None:
     average.update_parameters(model)
     averaged: Any = average.module[0]
     assert torch.equal(averaged.weight, model[0].weight)
-    with pytest.raises(InvalidArgumentError, match="avg_fn and multi_avg_fn"):
-        AveragedModel(model, **FUNCTIONS["ema"] | FUNCTIONS["ema one by one"])

@@ -39,7 +39,7 @@ from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.recover import DistillationLoss, reconstruction
 from tilesparse.recover import distillation as graphs
 from tilesparse.recover import distillation as losses
-from tilesparse.train import MaskSchedule, PatternSchedule
+from tilesparse.train import PatternSchedule
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -184,26 +184,6 @@ def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
     assert terms["logits"].dtype == torch.float32 and torch.equal(terms["logits"], exact)
 
 
-def test_similarities_are_how_much_texts_are_like_others() -> None:
-    ours, theirs = (randn(4, 6, dtype=torch.float32, seed=seed) for seed in (1, 2))
-    ours.requires_grad_()
-    loss = DistillationLoss(similarities=1.0)
-    found = loss(outputs(embeddings=ours), outputs(embeddings=theirs))
-    expected = torch.zeros(())
-    for text in range(4):
-        others = [other for other in range(4) if other != text]
-        shares = [
-            torch.softmax(torch.cosine_similarity(x[text], x[others], dim=-1) / 0.05, -1)
-            for x in (ours, theirs)
-        ]
-        expected = expected + (shares[1] * (shares[1] / shares[0]).log()).sum() / 4
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    (gradient,) = torch.autograd.grad(found, ours)
-    assert gradient.isfinite().all() and gradient.abs().max() > 0
-    assert loss(outputs(embeddings=3 * theirs), outputs(embeddings=theirs)).abs() < 1e-5
-    assert loss(outputs(embeddings=ours[:1]), outputs(embeddings=theirs[:1])) == 0
-
-
 def test_nothing_but_padding_is_no_error() -> None:
     nothing, tokens = torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3, 4), float("nan"))
     one = outputs(logits=tokens, hidden_states=[tokens], last_hidden_state=tokens)
@@ -339,12 +319,9 @@ def test_autocast_and_2_4() -> None:
 
 def test_autocast_sees_dense_weights_as_they_are_now() -> None:
     teacher = dense("bert")
-    model, other = (
-        pruned(teacher, r"encoder\.layer\.\d\.intermediate", density=0.25) for _ in ("exact", "mixed")
-    )
-    options: dict[str, Any] = {"submodules": ["encoder.layer.0", "encoder.layer.1"], "epochs": 2, "lr": 2e-3}
-    exact = reconstruct_(model, teacher, texts(6), **options)
-    mixed = reconstruct_(other, teacher, texts(6), autocast=torch.bfloat16, **options)
+    model, other = (pruned(teacher, r".*attention\.self\.query", density=0.25) for _ in range(2))
+    exact = reconstruct_(model, teacher, texts(6), epochs=2, lr=2e-3)
+    mixed = reconstruct_(other, teacher, texts(6), epochs=2, lr=2e-3, autocast=torch.bfloat16)
     for one, two in zip(mixed.layers, exact.layers, strict=True):
         assert two.kept and abs(one.error_before / two.error_before - 1) < 0.02
         assert abs(one.error / two.error - 1) < 0.1
@@ -355,13 +332,12 @@ def test_labels_change_nothing_in_reconstruction() -> None:
     other = copy.deepcopy(model)
     labelled = [batch | {"labels": batch["input_ids"]} for batch in batches]
     first, second = (
-        reconstruct_(one, teacher, some, submodules=[""], epochs=1)  # gives logits, or else a loss first
-        for one, some in ((model, batches), (other, labelled))
+        reconstruct_(one, teacher, some, epochs=1) for one, some in ((model, batches), (other, labelled))
     )
     assert first == second
 
 
-def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
+def test_layers_outside_of_the_stack_are_reported() -> None:
     teacher = dense("bert")
     model = pruned(teacher, r"encoder\.layer\.1|pooler")
     before = tensors_of(model)
@@ -370,10 +346,6 @@ def test_layers_outside_of_the_stack_are_reported_and_can_be_named() -> None:
     assert len(report.layers) == 3
     assert [one.name for one in report.skipped] == ["pooler.dense"] and "skipped pooler.dense" in str(report)
     assert torch.equal(model.pooler.dense.weight, before["pooler.dense.weight"])
-    names = ["pooler", "encoder.layer.1.output"]
-    report = reconstruct_(model, teacher, texts(8), submodules=names, epochs=2)
-    assert [one.name for one in report.layers] == names[::-1] and report.facts["blocks"] == [""]
-    assert report.layers[1].error < report.layers[1].error_before
 
 
 def test_what_cannot_be_trained_is_reported() -> None:
@@ -386,8 +358,8 @@ def test_what_cannot_be_trained_is_reported() -> None:
         report = reconstruct_(model, teacher, texts(3), epochs=1, lr=1e-3)
     assert [one.name for one in report.skipped] == names
     assert len(report.layers) == 2 and f"({MLP}, …): no parameter" in str(report)
-    with pytest.raises(InvalidArgumentError, match="submodules must have parameters to train"):
-        reconstruct_(model, teacher, texts(3), submodules=[MLP])
+    with pytest.raises(InvalidArgumentError, match="model must have parameters to train"):
+        reconstruct_(model.requires_grad_(False), teacher, texts(3))
 
 
 class TwoTowers(nn.Module):
@@ -542,11 +514,6 @@ def test_what_does_not_run_is_named() -> None:
         report = reconstruct_(model, teacher, texts(3, padded=False), epochs=1)
     assert {one.name.split(".")[1] for one in report.layers} == {"language_model"}
     assert len(report.skipped) == 6
-    before = tensors_of(model)
-    with pytest.raises(InvalidArgumentError, match="does not run"):
-        names = ["model.vision_tower.encoder.layers.0.mlp", "model.language_model.layers.0.mlp"]
-        reconstruct_(model, teacher, texts(3, padded=False), epochs=1, submodules=names)
-    assert same(tensors_of(model), before)
 
 
 class InPlace(nn.Module):
@@ -565,12 +532,11 @@ def test_modules_that_write_to_their_inputs() -> None:
     def error_of(inplace: bool) -> tuple[float, float]:
         torch.manual_seed(0)
         teacher = nn.Sequential(InPlace(), InPlace())
-        model = pruned(teacher, "mlp")
+        model = pruned(teacher, r"\d\.part")
         for one in (*model.modules(), *teacher.modules()):
             if isinstance(one, nn.ReLU):
                 one.inplace = inplace
-        names = ["0.part", "1.part"]
-        last = reconstruct_(model, teacher, vectors(4), submodules=names, epochs=2, lr=1e-3).layers[1]
+        last = reconstruct_(model, teacher, vectors(4), epochs=2, lr=1e-3).layers[1]
         return last.error_before, last.error
 
     assert error_of(True) == error_of(False)
@@ -589,7 +555,7 @@ def test_batches_that_a_model_writes_to_stay_as_they_are() -> None:
     model = copy.deepcopy(teacher)
     model[0][1] = pruned(teacher[0], "1$")[1]
     batches = vectors(4)
-    report = reconstruct_(model, teacher, batches, submodules=["0"], epochs=1)
+    report = reconstruct_(model, teacher, batches, epochs=1)
     with torch.no_grad():
         y, t = model(batches[-1].clone()), teacher(batches[-1].clone())
     expected = float((y - t).square().sum() / t.square().sum())
@@ -615,7 +581,6 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
     "epochs": ("epochs must", lambda m, t: {"epochs": 0}),
     "lr": ("lr must", lambda m, t: {"lr": 0.0}),
     "autocast": ("autocast must", lambda m, t: {"autocast": torch.float32}),
-    "a text": ("submodules must", lambda m, t: {"submodules": MLP}),
     "float16": ("autocast must be torch.bfloat16", lambda m, t: {"autocast": torch.float16}),
     "one batch": ("batches must be at least two", lambda m, t: {"batches": texts(1)}),
     "all masked": ("got none in the held-out ones", lambda m, t: {"batches": masked_out()}),
@@ -624,12 +589,10 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
     "a tensor": ("batches must be .* got Tensor", lambda m, t: {"batches": texts(1)[0]["input_ids"]}),
     "device": ("device", lambda m, t: {"device": "abacus"}),
     "no device": ("device must have memory", lambda m, t: {"device": "meta"}),
-    "unknown": ("'mlp' is none", lambda m, t: {"submodules": ["mlp"]}),
     "dense": ("model must have a BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}),
     "itself": ("teacher must have parameters of its own", lambda m, t: {"teacher": m}),
-    "other teacher": ("modules of the teacher", lambda m, t: {"teacher": dense("gpt2")}),
+    "other teacher": ("teacher must have the modules", lambda m, t: {"teacher": dense("gpt2")}),
     "idle": ("does not run", lambda m, t: {"forward": lambda model, batch: None}),
-    "nested": ("twice, or lies within", lambda m, t: {"submodules": [MLP, f"{MLP}.up_proj"]}),
     "cache": ("past_key_values", lambda m, t: {"batches": [b | {"use_cache": True} for b in texts(2)]}),
     "meta": ("meta device", lambda m, t: {"teacher": copy.deepcopy(t).to("meta")}),
 }
@@ -678,7 +641,7 @@ def test_shared_modules_are_refused() -> None:
     model = pruned(teacher, "mlp")
     before = tensors_of(model)
     with pytest.raises((UnsupportedError, InvalidArgumentError)):
-        reconstruct_(model, teacher, vectors(3), submodules=["0", "1"])
+        reconstruct_(model, teacher, vectors(3))
     assert same(tensors_of(model), before)
 
 
@@ -768,58 +731,29 @@ def test_accumulated_batches_are_one_large_batch() -> None:
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
-class Mover:
-    """Moves one block of every layer after a step, at random; a schedule as `distill_` expects it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers, self._generator = sparse(model), seeded(5)
-        self.saw_gradients: list[bool] = []
-
-    def step(self) -> None:
-        self.saw_gradients.append(all(layer.weight.grad is not None for layer in self._layers))
-        for layer in self._layers:
-            free = (~layer.pattern.to_block_mask()).nonzero()
-            slot = int(torch.randint(layer.pattern.nnz, (), generator=self._generator))
-            place = int(torch.randint(len(free), (), generator=self._generator))
-            layer.pattern.move_blocks_([slot], free[place : place + 1])
-            with torch.no_grad():
-                layer.weight[slot] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
-
-
-def scheduled(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """A schedule, and a scheduler of its rate."""
-    if kind == "stand-in":
-        return Mover(model), None
-    schedule = PatternSchedule(model, optimizer, fraction=0.4, every=2, grow="gradient")
-    return schedule, torch.optim.lr_scheduler.ExponentialLR(schedule, 0.7)
-
-
-@pytest.mark.parametrize("kind", ["stand-in", "rigged lottery"])
-def test_schedules_step_after_the_optimizer_and_runs_resume(kind: str) -> None:
+def test_schedules_step_after_the_optimizer_and_runs_resume() -> None:
     teacher = dense("llama")
     batches, loss = texts(8), DistillationLoss(logits=1.0)
 
     def start() -> tuple[Any, list[Any]]:
         model = pruned(teacher, "llama")
         optimizer = adam(model)
-        schedule, fractions = scheduled(kind, model, optimizer)
-        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return model, [schedule, optimizer, rates, *([fractions] if fractions else [])]
+        schedule = PatternSchedule(model, optimizer, fraction=0.4, every=2, grow="gradient")
+        fractions = torch.optim.lr_scheduler.ExponentialLR(schedule, 0.7)
+        return model, [optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), schedule, fractions]
 
     def run(model: Any, states: list[Any], some: list[Any]) -> None:
-        schedule, optimizer, *schedulers = states
-        distill_(model, teacher, some, optimizer, loss=loss, scheduler=schedulers, schedule=schedule)
+        optimizer, rates, schedule, fractions = states
+
+        def after(*_: Any) -> None:
+            schedule.step()
+            fractions.step()
+
+        distill_(model, teacher, some, optimizer, loss=loss, scheduler=rates, callback=after)
 
     whole, states = start()
     run(whole, states, batches)
-    assert all(scheduler.last_epoch == 8 for scheduler in states[2:])
-    assert kind != "stand-in" or states[0].saw_gradients == [True] * 8
+    assert states[1].last_epoch == states[3].last_epoch == 8
     first, states = start()
     masks = masks_of(first)
     run(first, states, batches[:4])
@@ -836,7 +770,7 @@ def masks_of(model: nn.Module) -> list[Tensor]:
     return [layer.pattern.to_block_mask() for layer in sparse(model)]
 
 
-def test_callbacks_steps_and_teachers_from_a_cache() -> None:
+def test_callbacks_and_teachers_from_a_cache() -> None:
     model, teacher = pair("mlp")
     other = copy.deepcopy(model)
     batches = vectors(4)
@@ -846,10 +780,9 @@ def test_callbacks_steps_and_teachers_from_a_cache() -> None:
     history = distill_(
         model,
         lambda batch: cached[id(batch)],
-        batches,
+        batches[:3],
         adam(model),
         loss=loss,
-        steps=3,
         callback=lambda step, terms: seen.append((step, list(terms))),
     )
     assert seen == [(step, ["loss", "logits"]) for step in (1, 2, 3)] and len(history.loss) == 3
@@ -978,12 +911,11 @@ def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     before = tensors_of(model)
     rates = torch.optim.lr_scheduler.ExponentialLR(constant, 0.9)
     for change, message in [
-        ({"optimizer": plain}, "optimizer must have capturable=True in all groups"),
-        ({"optimizer": constant, "scheduler": rates}, "optimizer must have a tensor as its lr"),
+        ({"optimizer": plain}, "optimizer must have capturable=True"),
+        ({"optimizer": constant, "scheduler": rates}, "a tensor as its lr"),
         ({"optimizer": hooked}, "optimizer must have no hooks where graph is True"),
-        ({"teacher": lambda batch: batch}, "teacher must be a torch.nn.Module on cuda"),
-        ({"teacher": elsewhere}, "teacher must be .* got one on cpu"),
-        ({"schedule": Mover(model)}, "schedule must be None where graph is True"),
+        ({"teacher": lambda batch: batch}, "model and teacher must be modules on one CUDA device"),
+        ({"teacher": elsewhere}, "model and teacher must be modules on one CUDA device"),
     ]:
         with pytest.raises((InvalidArgumentError, UnsupportedError), match=message):
             distill_(**(given | change), graph=True)
@@ -999,8 +931,6 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
     larger = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY + 32}))
     deeper = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 3}))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(given["optimizer"])
-    masked = pruned(teacher, "llama", block_shape=(32, 32), nm=(2, 4))
-    masks = MaskSchedule(masked, adam(masked), every=1, decay=0.0)
     for change, message in [
         ({"teacher": model}, "teacher must have parameters of its own"),
         ({"teacher": larger}, f"the student's classes, {VOCABULARY}, got {VOCABULARY + 32}"),
@@ -1011,12 +941,10 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         ({"batches": without_data()}, "batches must have tensors with data"),
         ({"batches": texts(1)[0]}, "batches must be .* got dict"),
         ({"accumulate": 0}, "accumulate must be"),
-        ({"steps": 1.5}, "steps must be"),
         ({"clip": -1}, "clip must be"),
         ({"scheduler": plateau}, "scheduler must have a step"),
-        ({"schedule": masks}, "schedule must have step"),
         ({"autocast": torch.float32}, "autocast must be torch.bfloat16 or None"),
-        ({"graph": True}, "model must be on a CUDA device where graph is True, got cpu"),
+        ({"graph": True}, "on one CUDA device where graph is True"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             distill_(**(given | change))

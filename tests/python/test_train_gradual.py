@@ -55,7 +55,7 @@ def test_what_goes_and_what_is_left(dtype: torch.dtype, nm: Any) -> None:
     model = make(dtype=dtype, nm=nm, block_shape=32 if nm else BLOCK)
     layer = model[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    schedule = Gradual(model, optimizer, density={"0": 0.5}, steps=2, begin=0, end=1, events=1)
+    schedule = Gradual(model[:1], optimizer, density=0.5, steps=2, begin=0, end=1, events=1)
     train(model, optimizer, schedule, range(1))
     backward(model)
     weight, memory = layer.weight, layer.weight.data_ptr()

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from ..calibrate.stream import (
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear, evaluating
 
-SIMILARITY_TEMPERATURE = 0.05
 AT_ONCE = 1 << 27  # logits that are compared at once: 512 MiB in float32, and some copies
 
 
@@ -55,10 +54,6 @@ class DistillationLoss:
         embeddings: weight of 1 - cosine of ``embeddings`` [batch, features], averaged over the batch. Where
             there are none, the mean of ``last_hidden_state`` over the tokens of each text is taken.
         temperature: T, of the logits.
-        similarities: weight of KL(teacher ‖ student) of which texts of the batch a text is like: the softmax
-            of the cosines of its embedding to those of the others at the temperature 0.05, averaged over the
-            texts (as in Fang et al., "SEED: Self-supervised Distillation for Visual Representation", 2021).
-            A batch of one text adds nothing.
     """
 
     task: float = 0.0
@@ -66,14 +61,13 @@ class DistillationLoss:
     hidden_states: float = 0.0
     embeddings: float = 0.0
     temperature: float = 1.0
-    similarities: float = 0.0
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
             checked_number(one.name, getattr(self, one.name), above_zero=one.name == "temperature")
         if not self._weights():
             raise InvalidArgumentError(
-                "at least one of task, logits, hidden_states, embeddings and similarities must be above 0"
+                "at least one of task, logits, hidden_states and embeddings must be above 0"
             )
 
     def __call__(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> Tensor:
@@ -96,12 +90,13 @@ class DistillationLoss:
                 terms[name] = self._logits(student, teacher, attention_mask)
             elif name == "hidden_states":
                 terms[name] = _hidden_states(student, teacher, attention_mask)
-            elif name == "embeddings":
-                both = _embeddings(student, teacher, attention_mask)
-                terms[name] = (1 - F.cosine_similarity(*both, dim=-1)).mean()
             else:
-                log_ours, log_theirs = map(_shares, _embeddings(student, teacher, attention_mask))
-                terms[name] = _divergence(log_ours, log_theirs) / len(log_ours)
+                ours, theirs = (
+                    _pooled(student, "student", attention_mask),
+                    _pooled(teacher, "teacher", attention_mask),
+                )
+                both = _pair("embeddings", ours, theirs)
+                terms[name] = (1 - F.cosine_similarity(*both, dim=-1)).mean()
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -122,7 +117,9 @@ class DistillationLoss:
         _check_mask("logits", ours, mask)
 
         def compare(ours: Tensor, theirs: Tensor, mask: Tensor | None) -> Tensor:
-            return _divergence(*_logarithms(ours, theirs, mask, self.temperature))
+            both = (_without_padding(one, mask) for one in _alike(ours, theirs))
+            log_ours, log_theirs = (F.log_softmax(one / self.temperature, -1) for one in both)
+            return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
 
         if ours.numel() <= AT_ONCE or torch.compiler.is_compiling():  # which fuses what takes memory
             divergence = compare(ours, theirs, mask)
@@ -131,20 +128,6 @@ class DistillationLoss:
             parts = _parts(ours, theirs, mask)
             divergence = torch.stack([checkpoint(compare, *part, **options) for part in parts]).sum()
         return torch.mul(divergence / _count(ours, mask), self.temperature**2)
-
-
-def _logarithms(
-    ours: Tensor, theirs: Tensor, mask: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of both models' softmax, which are the same for tokens that do not count."""
-    both = (_without_padding(one, mask) for one in _alike(ours, theirs))
-    log_ours, log_theirs = (F.log_softmax(one / temperature, -1) for one in both)
-    return log_ours, log_theirs
-
-
-def _divergence(log_ours: Tensor, log_theirs: Tensor) -> Tensor:
-    """Return KL(teacher ‖ student), added up over tokens or samples."""
-    return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
 
 
 def _parts(ours: Any, theirs: Any, mask: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -177,18 +160,6 @@ def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
             (one - other).square().sum() / other.square().sum().clamp_min(torch.finfo(other.dtype).tiny)
         )
     return torch.stack(errors).mean()
-
-
-def _embeddings(student: Any, teacher: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return one vector for each text of both models, [batch, features]."""
-    return _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
-
-
-def _shares(embeddings: Tensor) -> Tensor:
-    """Return logarithms of how much each text is like each of the others, [texts, texts - 1]."""
-    unit, count = F.normalize(embeddings, dim=-1), len(embeddings)
-    cosines = (unit @ unit.t()).flatten()[1:].view(count - 1, count + 1)  # the diagonal is the last column
-    return F.log_softmax(cosines[:, :-1].reshape(count, count - 1) / SIMILARITY_TEMPERATURE, -1)
 
 
 def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
@@ -310,8 +281,6 @@ def distill_(
     loss: DistillationLoss | None = None,
     forward: Forward | None = None,
     scheduler: Any = None,
-    schedule: Any = None,
-    steps: int | None = None,
     accumulate: int = 1,
     clip: float | None = None,
     autocast: torch.dtype | None = None,
@@ -322,9 +291,9 @@ def distill_(
 
     The model stays in the mode it is in; the teacher is run in evaluation mode without gradients, on its own
     device. A GPU is not waited for until the end, so that nothing stops where the loss becomes NaN; see
-    ``callback``. Patterns and masks of 2:4 stay fixed unless a schedule moves them.
+    ``callback``. Patterns stay fixed unless it steps a schedule of them.
 
-    To go on after an interruption, save ``state_dict()`` of model, optimizer, scheduler and schedule in a
+    To go on after an interruption, save ``state_dict()`` of model, optimizer and scheduler in a
     ``callback``, load them, and call this again with the batches that are left: there is no other state.
 
     Args:
@@ -339,9 +308,7 @@ def distill_(
         loss: what is to become small; None is the divergence of the logits, ``DistillationLoss(logits=1.0)``.
         forward: ``forward(model_or_teacher, batch)`` gives the outputs; None calls the module, with
             ``output_hidden_states=True`` where the loss needs them.
-        scheduler: a scheduler of the learning rate, or several, each stepped once per step of the optimizer.
-        schedule: of patterns: its ``step()`` is called after each step of the optimizer.
-        steps: stop after so many steps of the optimizer; None takes all batches.
+        scheduler: of the learning rate, stepped after each step of the optimizer.
         accumulate: batches per step, whose gradients are averaged. The last step takes what is left.
         clip: largest norm of all gradients together; None leaves them.
         autocast: torch.bfloat16 to run the model in mixed precision; None does not.
@@ -350,8 +317,8 @@ def distill_(
             device: reading one waits for it.
 
     Raises:
-        UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients; with ``graph``, there
-            is a ``schedule`` or the optimizer has hooks, which a graph would not call again.
+        UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients; or with ``graph`` the
+            optimizer has hooks, which a graph would not call again.
     """
     if (optimizer is None) == (lr is None):
         raise InvalidArgumentError(
@@ -367,12 +334,13 @@ def distill_(
     loss = DistillationLoss(logits=1.0) if loss is None else loss
     _check_models(model, teacher, optimizer)
     accumulate = checked_count("accumulate", accumulate)
-    steps = None if steps is None else checked_count("steps", steps)
     clip = None if clip is None else checked_number("clip", clip, above_zero=True)
     check_batches(batches)
-    schedulers = _schedulers(scheduler)
-    if schedule is not None and not callable(getattr(schedule, "step", None)):
-        raise InvalidArgumentError(f"schedule must have step(), got {type(schedule).__name__}")
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if plateau or (scheduler is not None and not callable(getattr(scheduler, "step", None))):
+        raise InvalidArgumentError(
+            f"scheduler must have a step() without arguments, got {type(scheduler).__name__}"
+        )
     check_autocast(autocast)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -403,24 +371,25 @@ def distill_(
         if clip is not None:
             sums["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
-        if schedule is not None:
-            schedule.step()
         optimizer.zero_grad()
         return sums
 
     graphed = None
     if graph:
-        graphed = _GraphedStep(update, _checked_device(model, teacher, optimizer, schedulers, schedule))
+        graphed = _GraphedStep(update, _checked_device(model, teacher, optimizer, scheduler))
     seen: list[dict[str, Tensor]] = []
     with evaluating(teacher) if isinstance(teacher, nn.Module) else contextlib.nullcontext():
         optimizer.zero_grad()
-        for step, group in enumerate(islice(_groups(batches, accumulate), steps), 1):
+        remaining = iter(batches)
+        while group := list(islice(remaining, accumulate)):
             terms = (graphed or update)(group)
-            for one in schedulers:
-                one.step()
+            if scheduler is not None:
+                scheduler.step()
             seen.append(terms)
             if callback is not None:
-                callback(step, terms)
+                callback(len(seen), terms)
+    if not seen:
+        raise InvalidArgumentError("batches must have at least one batch, got none")
     # One copy to the host for each name: it waits no more often.
     values = {name: torch.stack([terms[name].double() for terms in seen]).tolist() for name in seen[0]}
     total, norms = values.pop("loss"), values.pop("gradient_norm", [])
@@ -450,15 +419,6 @@ def check_autocast(dtype: object) -> None:
         raise InvalidArgumentError(f"autocast must be torch.bfloat16 or None, got {dtype!r}")
 
 
-def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Return lists of so many batches, and at last what is left."""
-    remaining = iter(batches)
-    first = list(islice(remaining, size))
-    if not first:
-        raise InvalidArgumentError("batches must have at least one batch, got none")
-    return chain([first], iter(lambda: list(islice(remaining, size)), []))
-
-
 def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(teacher, nn.Module):
         check_distinct(model, teacher)
@@ -473,17 +433,6 @@ def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Opti
             )
     if not any(id(parameter) in known for parameter in model.parameters() if parameter.requires_grad):
         raise InvalidArgumentError("optimizer must have parameters of the model, it has none")
-
-
-def _schedulers(scheduler: Any) -> Sequence[Any]:
-    several = scheduler if isinstance(scheduler, list | tuple) else [] if scheduler is None else [scheduler]
-    for one in several:
-        plateau = isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if plateau or not callable(getattr(one, "step", None)):
-            raise InvalidArgumentError(
-                f"scheduler must have a step() without arguments, or several must, got {type(one).__name__}"
-            )
-    return several
 
 
 WARM_UP = 3  # steps before a capture: they make plans and the optimizer's states, and compile
@@ -542,37 +491,21 @@ def _form(value: Any) -> Any:
 
 
 def _checked_device(
-    model: nn.Module,
-    teacher: object,
-    optimizer: torch.optim.Optimizer,
-    schedulers: Sequence[Any],
-    schedule: Any,
+    model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> torch.device:
     """Return the device of a step that can be captured; raise for one that cannot."""
     device = device_of(model)
-    if device.type != "cuda":
-        raise InvalidArgumentError(f"model must be on a CUDA device where graph is True, got {device}")
-    if not isinstance(teacher, nn.Module) or device_of(teacher) != device:
-        what = f"one on {device_of(teacher)}" if isinstance(teacher, nn.Module) else shown(teacher)
-        raise InvalidArgumentError(
-            f"teacher must be a torch.nn.Module on {device} where graph is True, got {what}"
-        )
-    if schedule is not None:
-        raise UnsupportedError("schedule must be None where graph is True: a captured step moves no blocks")
+    if device.type != "cuda" or not isinstance(teacher, nn.Module) or device_of(teacher) != device:
+        raise InvalidArgumentError("model and teacher must be modules on one CUDA device where graph is True")
     if has_step_hooks(optimizer):
         raise UnsupportedError(
             "optimizer must have no hooks where graph is True, as those of MaskSchedule are: a captured step "
             "repeats what they decided once"
         )
     for group in optimizer.param_groups:
-        if not group.get("capturable"):
+        if not group.get("capturable") or not (scheduler is None or isinstance(group["lr"], Tensor)):
             raise InvalidArgumentError(
-                "optimizer must have capturable=True in all groups where graph is True, "
-                f"as torch.optim.AdamW can, got {type(optimizer).__name__} without it"
-            )
-        if schedulers and not isinstance(group["lr"], Tensor):
-            raise InvalidArgumentError(
-                "optimizer must have a tensor as its lr where graph is True and a scheduler is given, "
-                f"got {shown(group['lr'])}, which a captured step never reads again"
+                "optimizer must have capturable=True where graph is True, and a tensor as its lr where a "
+                "scheduler is given"
             )
     return device

@@ -44,7 +44,6 @@ def reconstruct_(
     teacher: nn.Module,
     batches: Iterable[Any],
     *,
-    submodules: Sequence[str] | None = None,
     epochs: int = 4,
     lr: float = 1e-3,
     forward: Forward | None = None,
@@ -55,8 +54,10 @@ def reconstruct_(
 
     Each is given what it gets in the model as reconstructed so far, and is to give what the dense submodule
     gives in the dense model: ‖y - t‖² is lowered by AdamW with a cosine schedule, on weights in float32 that
-    are rounded to the model's dtype in every step. Attention and feed-forward part are fitted apart, as
-    "Reconstruction of attention and MLP" (2510.14444) found better than whole blocks. The weights of the
+    are rounded to the model's dtype in every step. Submodules are the children of every block that have
+    block-sparse layers, or the block where it has no such child: attention and feed-forward part are fitted
+    apart, as "Reconstruction of attention and MLP" (2510.14444) found better than whole blocks. A warning
+    names other block-sparse layers. The weights of the
     epoch with the least error on the last eighth of the batches, which are not trained on, are kept if that
     error is less than before. They are written in place, so optimizers may go on; patterns and masks stay.
 
@@ -70,8 +71,6 @@ def reconstruct_(
         model: the sparse one; in evaluation mode while this runs, and then as it was.
         teacher: the dense one, whose modules have the same names.
         batches: as of `distill_`; all are kept.
-        submodules: names; None takes the children of every block that have block-sparse layers, or the block
-            where it has no such child. A warning names other block-sparse layers.
         epochs: passes over the batches, for each submodule.
         lr: learning rate at first.
         forward: ``forward(model_or_teacher, batch)`` runs a model; None calls it as `distill_` does.
@@ -102,15 +101,14 @@ def reconstruct_(
             raise InvalidArgumentError(
                 f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
             )
-    names, skipped = _chosen(model, teacher, submodules)
+    names, skipped = _chosen(model, teacher)
     run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
     trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]
     with observing(model, teacher), _without_cache(model, teacher), restoring(trained):
-        pieces = run.pieces(names)
-        idle = [name for name in names if not any(name in piece.names for piece in pieces)]
-        if idle and (submodules is not None or not pieces):
-            raise InvalidArgumentError(f"submodules: {idle[0]!r} does not run in a forward pass")
-        blocks, fitted = run.reconstruct(pieces)
+        blocks, fitted = run.reconstruct(run.pieces(names))
+        if not fitted:
+            raise InvalidArgumentError(f"batches must run submodules of model, {names[0]!r} does not run")
+    idle = [name for name in names if all(name != one.name for one in fitted)]
     skipped += [_skipped(model, name, "does not run in a forward pass") for name in idle]
     reasons = {one.reason: [other.name for other in skipped if other.reason == one.reason] for one in skipped}
     if reasons:
@@ -159,16 +157,11 @@ class _Run(NamedTuple):
         return stream
 
     def pieces(self, names: Sequence[str]) -> list[_Piece]:
-        """Return the stacks with their submodules in the order in which they run, without those that do not.
-
-        The whole model is one where a submodule lies in no stack.
-        """
+        """Return the stacks with their submodules in the order in which they run."""
         pieces = [
             _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
-            for blocks in _stacks(self.model)
+            for blocks in _stacks(self.model) or [[""]]
         ]
-        if sum(len(piece.names) for piece in pieces) < len(names):
-            return [_Piece([""], list(names))]
         by_head = {piece.blocks[0]: piece for piece in pieces if piece.names}
         if len(by_head) == 1:
             return list(by_head.values())
@@ -192,9 +185,6 @@ class _Run(NamedTuple):
         done: list[str] = []
         for piece in pieces:
             ours, theirs = self.streams(piece.blocks)
-            for name in piece.names:
-                if not any(_is_within(name, block) for block in ours.order):
-                    raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
             done += ours.order
             for block in ours.order:
                 parts = {n: self.model.get_submodule(n) for n in piece.names if _is_within(n, block)}
@@ -331,45 +321,34 @@ def _skipped(model: nn.Module, name: str, reason: str) -> SkippedLayer:
     return SkippedLayer(name, type(model.get_submodule(name)).__name__, reason)
 
 
-def _chosen(
-    model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None
-) -> tuple[list[str], list[SkippedLayer]]:
+def _chosen(model: nn.Module, teacher: nn.Module) -> tuple[list[str], list[SkippedLayer]]:
     """Return the names to fit, once both models are known to have them, and what is left out."""
-    if submodules is None:
-        names = _default_names(model)
-        if not names:
-            raise InvalidArgumentError("model must have a BlockSparseLinear; name submodules to fit others")
-    elif isinstance(submodules, str) or not isinstance(submodules, Sequence) or not submodules:
-        raise InvalidArgumentError(f"submodules must be a sequence of names, got {submodules!r}")
-    else:
-        names = list(submodules)
-    for whose, one in (("model", model), ("teacher", teacher)):
-        known = {name for name, _ in one.named_modules(remove_duplicate=False)}
-        for name in names:
-            if name not in known:
-                raise InvalidArgumentError(f"submodules must name modules of the {whose}, {name!r} is none")
-    for name in names:
-        if sum(_is_within(name, other) for other in names) > 1:
-            raise InvalidArgumentError(f"submodules: {name!r} is there twice, or lies within another")
+    names = _default_names(model)
+    if not names:
+        raise InvalidArgumentError("model must have a BlockSparseLinear")
+    missing = {*names} - {name for name, _ in teacher.named_modules(remove_duplicate=False)}
+    if missing:
+        raise InvalidArgumentError(
+            f"teacher must have the modules of the model, {sorted(missing)[0]!r} is none"
+        )
     if any(tensor.is_meta for tensor in (*model.parameters(), *teacher.parameters())):
         raise InvalidArgumentError("model and teacher must have parameters with data, got the meta device")
-    outside = [
-        _skipped(model, name, "outside of the stack of blocks; fitted where submodules names it")
+    skipped = [
+        _skipped(model, name, "outside of the stack of blocks")
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
     ]
-    skipped = outside if submodules is None else []
     frozen = [name for name in names if not _trained(model.get_submodule(name))]
     skipped += [_skipped(model, name, "no parameter of it is trained") for name in frozen]
     names = [name for name in names if name not in frozen]
     if not names:
-        raise InvalidArgumentError(f"submodules must have parameters to train, {frozen[-1]!r} has none")
+        raise InvalidArgumentError(f"model must have parameters to train, {frozen[-1]!r} has none")
     owners: dict[int, str] = {}
     for name in names:
         for parameter in _trained(model.get_submodule(name)).values():
             other = owners.setdefault(id(parameter), name)
             if other != name:
-                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
+                raise UnsupportedError(f"submodules {other!r} and {name!r} share a parameter")
     return names, skipped
 
 
@@ -397,9 +376,9 @@ def _check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batche
     for name in names:
         runs = len(found.get(name, ()))
         if runs < batches:
-            raise InvalidArgumentError(f"submodules: {name!r} does not run in every forward pass")
+            raise InvalidArgumentError(f"batches must run submodule {name!r} in every forward pass")
         if runs > batches:
-            raise UnsupportedError(f"submodules: {name!r} runs more than once in a forward pass")
+            raise UnsupportedError(f"submodule {name!r} runs more than once in a forward pass")
 
 
 def _has_sparse(module: nn.Module) -> bool:

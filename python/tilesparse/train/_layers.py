@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module, checked_fraction
+from .._checks import check_module
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..model.modules import NamePattern
 from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 
@@ -36,38 +35,6 @@ def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     if not layers:
         raise InvalidArgumentError("model must have a BlockSparseLinear, got none")
     return layers
-
-
-def matched_layers(
-    model: nn.Module, name: str, numbers: float | Mapping[str, float]
-) -> dict[float, dict[str, BlockSparseLinear]]:
-    """Return layers by their number from 0 to 1: one for all, or that of the first matching expression."""
-    layers = some_sparse_layers(model)
-    rules = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
-    if not rules:
-        raise InvalidArgumentError(f"{name} must be a number, or numbers by regular expressions, got {{}}")
-    matched: dict[float, dict[str, BlockSparseLinear]] = {}
-    left = dict(layers)
-    for regex, number in rules.items():
-        value = checked_fraction(name, number)
-        pattern = NamePattern.parse(regex, argument=name)
-        found = [layer for layer in layers if pattern.match(layer)]
-        if not found:
-            raise InvalidArgumentError(f"{name}: no BlockSparseLinear matches {regex!r}")
-        group = matched.setdefault(value, {})
-        group.update((layer, left.pop(layer)) for layer in found if layer in left)
-        if group.keys().isdisjoint(found):
-            first = next(text for text in rules if NamePattern.parse(text, argument=name).match(found[0]))
-            raise InvalidArgumentError(
-                f"{name}: {regex!r} must come before {first!r}, which matches its layers as well: the first "
-                "one counts"
-            )
-    owners = {id(layer._parameters.get("weight")): name for name, layer in layers.items() if name not in left}
-    for name, layer in left.items():  # a weight of theirs would change, but not their patterns
-        weight = layer._parameters.get("weight")
-        if weight is not None and id(weight) in owners:
-            raise InvalidArgumentError(_SHARED.format(owners[id(weight)], name))
-    return {value: group for value, group in matched.items() if group}
 
 
 def check_not_removed(removed: bool) -> None:

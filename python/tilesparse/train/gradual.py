@@ -27,7 +27,6 @@ from ._layers import (
     checked_choice,
     checked_optimizer,
     gradient_of,
-    matched_layers,
     precision_of,
     rates_of,
     some_sparse_layers,
@@ -52,8 +51,7 @@ class Gradual:
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
         optimizer: has their weights.
-        density: at the end, above 0 and at most that of the layer; or densities by regular expressions, as
-            the fractions of `PatternSchedule`.
+        density: at the end, above 0 and at most that of each layer.
         steps: of the whole training.
         begin: when blocks begin to go, in fractions of ``steps``.
         end: when the last ones do.
@@ -74,7 +72,7 @@ class Gradual:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        density: float | Mapping[str, float],
+        density: float,
         steps: int,
         begin: float = 0.25,
         end: float = 0.75,
@@ -88,11 +86,11 @@ class Gradual:
             raise InvalidArgumentError(f"begin must be less than end={end}, got {begin}")
         checked_choice("score", score, SCORES)
         _check_whole(model)
-        groups = matched_layers(model, "density", density)
-        self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
+        self._layers = some_sparse_layers(model)
         _check_shrinkable(self._layers)
         check_optimized(self._layers, optimizer)
-        self._last = {name: _target(name, self._layers[name], d) for d, of in groups.items() for name in of}
+        density = checked_fraction("density", density)
+        self._last = {name: _target(name, layer, density) for name, layer in self._layers.items()}
         self._first = {name: layer.weight.shape[0] for name, layer in self._layers.items()}
         self._model, self._optimizer = model, optimizer
         self._movement = Movement(self._layers, optimizer) if score == "movement" else None

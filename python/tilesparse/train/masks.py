@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -82,8 +81,6 @@ class MaskSchedule(Uncopied):
 
     Attributes:
         steps: how many steps were counted.
-        flips: by the names of layers, how many bits of their masks the last refresh has changed: int64 [], on
-            their devices. Empty before the first.
 
     Raises:
         UnsupportedError: a weight is a sharded tensor, as ``fully_shard`` leaves them.
@@ -103,7 +100,6 @@ class MaskSchedule(Uncopied):
         for name, layer in self._layers.items():
             check_plain_weight(name, layer.weight, "masks of sharded weights are not chosen")
         self.steps = 0
-        self.flips: dict[str, Tensor] = {}
         self._hooks = [optimizer.register_step_post_hook(self._count)]
         if self._decay:
             self._hooks.append(optimizer.register_step_pre_hook(self._decay_gradients))
@@ -116,19 +112,8 @@ class MaskSchedule(Uncopied):
     @torch.no_grad()
     def refresh(self) -> None:
         """Update all masks now, in addition to the schedule."""
-        self.flips = {}
-        for name, layer, mask in self._masked():
-            before = mask.clone()
+        for _, layer, _ in self._masked():
             layer.update_mask_()
-            self.flips[name] = (before ^ mask).sum()
-
-    def flip_rate(self) -> float:
-        """Fraction of all bits of the masks that the last refresh has changed; waits for the GPU.
-
-        With ``every=1`` this is the flip rate of Hu et al. Not a number before the first refresh.
-        """
-        bits = sum(self._layers[name].weight.numel() for name in self.flips)
-        return sum(int(flips) for flips in self.flips.values()) / bits if bits else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps. Masks are buffers of the model, and in its state_dict."""

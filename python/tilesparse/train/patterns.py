@@ -29,8 +29,8 @@ from ._layers import (
     checked_optimizer,
     closure_of,
     gradient_of,
-    matched_layers,
     precision_of,
+    some_sparse_layers,
     sparse_layers,
 )
 
@@ -64,9 +64,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
         optimizer: has their weights. Of each block that moves it forgets its states.
-        fraction: of the blocks of a layer that each rewiring recycles, from 0 to 1; or fractions by regular
-            expressions on names of layers, matched as in the patcher, of which the first counts. Layers that
-            none matches stay as they are. Each different fraction is a parameter group.
+        fraction: of the blocks of a layer that each rewiring recycles, from 0 to 1. For layers with another
+            fraction, or none, make schedules of parts of the model.
         every: rewire after every so many steps.
         drop: "magnitude" or "movement".
         grow: "random" or "gradient".
@@ -94,7 +93,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        fraction: float | Mapping[str, float] = 0.3,
+        fraction: float = 0.3,
         every: int,
         drop: str = "magnitude",
         grow: str = "random",
@@ -106,17 +105,12 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         checked_choice("drop", drop, SCORES)
         checked_choice("grow", grow, GROWTHS)
         self._seed = checked_seed(seed)
-        groups = matched_layers(model, "fraction", fraction)
-        self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
+        self._layers = some_sparse_layers(model)
         check_trainable(self._layers)
         check_optimized(self._layers, optimizer)
-        super().__init__(
-            [
-                {"params": [layer.weight for layer in layers.values()], "lr": value, "layers": list(layers)}
-                for value, layers in groups.items()
-            ],
-            {"lr": 0.0},
-        )
+        weights = [layer.weight for layer in self._layers.values()]
+        group_of_all = {"params": weights, "lr": checked_fraction("fraction", fraction)}
+        super().__init__([{**group_of_all, "layers": [*self._layers]}], {})
         self._optimizer, self._grow, self._group = optimizer, grow, group
         self._settings = {"every": self._every, "drop": drop, "grow": grow}
         self._norms = _GradientNorms({} if grow == "random" else self._layers, group)
@@ -156,16 +150,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         if self._movement is not None:
             self._movement.remove()
         self._norms.stop()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse more parameters: only the constructor knows which layers they belong to.
-
-        Raises:
-            UnsupportedError: it was called afterwards.
-        """
-        if hasattr(self, "steps"):
-            raise UnsupportedError("param_group must not be added: the constructor takes all fractions")
-        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later rewirings depend on, but for the states of model and optimizer."""
