@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import check_flag, shown
+from .._checks import shown
 from .._hooks import check_can_change, layers_changed
 from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
 from ..calibrate.stream import chosen_device, observing
@@ -21,8 +21,8 @@ from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
-from .plan import ExpertsPlan, Plan, Task, WeightPlan
-from .smooth import SmoothPlan, is_linear
+from .plan import Task, round_weights
+from .smooth import is_linear, smooth
 
 
 def quantize_(
@@ -35,7 +35,6 @@ def quantize_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     device: torch.device | str | int | None = None,
-    strict: bool = True,
 ) -> Report:
     """Store block-sparse layers in 8 or 4 bits, in place, by what that does to outputs on calibration data.
 
@@ -70,7 +69,6 @@ def quantize_(
         filter_fn: takes a layer and its name, and returns True to quantize it.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the model run and errors are computed; None is that of the model.
-        strict: raise where no layer is left to quantize, or a name or expression finds none.
 
     Returns:
         The layers with their errors before and after, and what was left alone.
@@ -82,49 +80,37 @@ def quantize_(
         >>> tilesparse.sparsify_(model, tilesparse.BlockSparseConfig(density=1.0, block_shape=64))
         >>> print(tilesparse.quantize_(model, tilesparse.BlockSparseConfig.w8a8(), batches))
     """
-    check_flag("strict", strict)
     check_model(model)
     data = collected(batches)
-    targets, skipped = _targets(model, config, layers, exclude, filter_fn, strict)
-    if not targets:
-        return Report("quantize_", [], skipped)
+    targets, skipped = _targets(model, config, layers, exclude, filter_fn)
     check_can_change(model)
-    by_plan = _by_plan(model, targets)
-    weights = by_plan[WeightPlan]
-    with observing(model):
-        task = Task(model, {}, data, forward or call_model, chosen_device(model, device), weights)
-        plans = [kind(task._replace(configs=own)) for kind, own in by_plan.items() if own]
-        # Everything that can fail comes before the first change.
+    experts = [name for name in targets if isinstance(model.get_submodule(name), ExpertsLinear)]
+    others = [name for name in targets if name not in experts]
+    weights = [name for name in others if targets[name].activations is None]
+    eight_bits = [name for name in others if name not in weights]
+    task = Task(model, targets, data, forward or call_model, chosen_device(model, device))
+    with observing(model), torch.no_grad():
+        if eight_bits:
+            smooth(task, eight_bits, weights)
+        if weights:
+            round_weights(task, weights)
+        for name in experts:
+            error = task.store(name).storage_error ** 2
+            task.layers.append(task.note(name, error, error))
         with torch.inference_mode(False), torch.no_grad():
-            stored = [pair for plan in plans for pair in plan.stored()]
-            scaled = [pair for plan in plans for pair in plan.scaled().items()]
-            for name, tensor in scaled:
+            for name, tensor in task.scaled.items():
                 model.get_parameter(name).copy_(tensor)
-            for layer, other in stored:
-                take_over(layer, other)
+            for name, other in task.stored.items():
+                take_over(model.get_submodule(name), other)
     layers_changed(model)
-    found = [layer for plan in plans for layer in plan.layers]
-    warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found if layer.name in weights})
+    warn_of_few_tokens(model, {layer.name: layer.tokens for layer in task.layers if layer.name in weights})
     rough = [
         SkippedLayer(layer.name, "BlockSparseLinear", layer.reason)
-        for layer in found
+        for layer in task.layers
         if layer.reason is not None
     ]
     notes = [f"not smoothed: {text}" for text in by_reason(rough)]
-    return Report("quantize_", found, skipped, notes=notes, facts={"stack": plans[0].stack})
-
-
-def _by_plan(
-    model: nn.Module, targets: Mapping[str, BlockSparseConfig]
-) -> dict[type[Plan], dict[str, BlockSparseConfig]]:
-    """Return the layers that each kind of plan quantizes."""
-    plans: dict[type[Plan], dict[str, BlockSparseConfig]] = {SmoothPlan: {}, WeightPlan: {}, ExpertsPlan: {}}
-    for name, config in targets.items():
-        if isinstance(model.get_submodule(name), ExpertsLinear):
-            plans[ExpertsPlan][name] = config
-        else:
-            plans[WeightPlan if config.activations is None else SmoothPlan][name] = config
-    return plans
+    return Report("quantize_", task.layers, skipped, notes=notes, facts={"stack": task.stack})
 
 
 def _targets(
@@ -133,7 +119,6 @@ def _targets(
     layers: str | Sequence[str] | None,
     exclude: str | Sequence[str] | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
-    strict: bool,
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
     """Return the layers to quantize with their configs, and the linear ones that stay as they are."""
     for each in config.values() if isinstance(config, Mapping) else [config]:
@@ -166,7 +151,7 @@ def _targets(
     unused = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
     if layers is None and isinstance(config, BlockSparseConfig):
         unused = []
-    if strict and (unused or not targets):
+    if unused or not targets:
         argument = "config" if layers is None else "layers"
         which = (
             f"{argument} must each name a layer to quantize, got {unused[0]!r}"

@@ -1,19 +1,15 @@
-"""Plans of quantization: what becomes of the layers; and the one for weights alone.
-
-Weights are rounded column by column, as in GPTQ.
-"""
+"""What becomes of layers that are quantized; and weights alone, rounded column by column as in GPTQ."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._reports import Progress
 from ..calibrate.calibration import (
     Calibration,
     Damped,
@@ -93,15 +89,19 @@ class QuantizedLayer:
         }
 
 
-class Task(NamedTuple):
-    """The layers that a plan quantizes, and the arguments of `quantize_`."""
+@dataclass
+class Task:
+    """Arguments of `quantize_`, and what becomes of the layers; the model stays as it is."""
 
-    model: nn.Module  # in evaluation mode; plans only read it
+    model: nn.Module  # in evaluation mode
     configs: Mapping[str, BlockSparseConfig]  # of the layers afterwards, by their names
     data: Sequence[Any]
     forward: Forward
     device: torch.device
-    fixed: Container[str] = ()  # layers that other plans quantize, and whose weights nothing may scale
+    layers: list[QuantizedLayer] = field(default_factory=list)
+    stored: dict[str, BlockSparseLinear] = field(default_factory=dict)  # as layers are to become
+    scaled: dict[str, Tensor] = field(default_factory=dict)  # other parameters, by their names in the model
+    stack: str | None = None  # of blocks that the data go through
 
     def layer(self, name: str) -> Any:
         """Return a module of the model."""
@@ -115,7 +115,9 @@ class Task(NamedTuple):
 
     def calibration(self, layers: Sequence[str]) -> Calibration:
         """Return the data before the first block, where layers are of interest."""
-        return Calibration(self.model, self.data, self.forward, layers, self.device)
+        calibration = Calibration(self.model, self.data, self.forward, layers, self.device)
+        self.stack = calibration.stack
+        return calibration
 
     def weight(self, name: str) -> Tensor:
         """Return a float32 copy of a layer's W [out_features, in_features] on the device."""
@@ -123,62 +125,33 @@ class Task(NamedTuple):
         dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
         return dense.to(self.device, torch.float32)
 
-
-class Plan:
-    """The layers of a task as they are to become; the model stays as it is."""
-
-    stack: str | None = None  # of blocks that the data go through
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self.layers: list[QuantizedLayer] = []
-        self._progress = Progress(len(task.configs))
-
-    def stored(self) -> list[tuple[BlockSparseLinear, BlockSparseLinear]]:
-        """Return the layers, each with one of the same tensors that is stored as it is to become."""
-        return [(self._task.layer(name), self._stored(name)) for name in self._task.configs]
-
-    def scaled(self) -> dict[str, Tensor]:
-        """Return new parameters of modules that are not quantized, by their names in the model."""
-        return {}
-
-    def _stored(self, name: str) -> BlockSparseLinear:
-        return self._copy(name)
-
-    def _copy(
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def store(
         self, name: str, parameters: Mapping[str, Tensor] | None = None, **options: Any
     ) -> BlockSparseLinear:
-        """Return a layer of the same tensors, but for some parameters, in its new storage.
+        """Make a layer of the same tensors, but for some parameters, in its new storage.
 
         ``options`` are other arguments of `BlockSparseLinear.to_storage`.
         """
-        layer, config = self._task.layer(name), self._task.configs[name]
+        layer, config = self.layer(name), self.configs[name]
         other: BlockSparseLinear = copy(layer)
         own = other.__dict__
         own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
         for parameter, tensor in (parameters or {}).items():
             setattr(other, parameter, nn.Parameter(tensor, layer.get_parameter(parameter).requires_grad))
         with naming_layer(name):
-            return other.to_storage(config.storage, activations=config.activations, **options)
+            self.stored[name] = other.to_storage(config.storage, activations=config.activations, **options)
+        return self.stored[name]
 
-    def _note(self, name: str, error_before: float, error: float, tokens: int, **found: Any) -> None:
-        """Add a layer to the report."""
-        layer, config = self._task.layer(name), self._task.configs[name]
-        form = layer.spec.shape, layer.block_shape, layer.density, self._task.storage(name).name
+    def note(
+        self, name: str, error_before: float, error: float, tokens: int = 0, **found: Any
+    ) -> QuantizedLayer:
+        """Return the record of a layer."""
+        layer, config = self.layer(name), self.configs[name]
+        form = layer.spec.shape, layer.block_shape, layer.density, self.storage(name).name
         found["activations"] = config.activations
-        self.layers.append(QuantizedLayer(name, *form, error_before, error, tokens, **found))
-        self._progress.show(len(self.layers), f"layers quantized, {name} the last")
-
-
-class ExpertsPlan(Plan):
-    """Projections of experts, stored as `to_storage` does."""
-
-    @torch.no_grad()
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        for name in task.configs:
-            error = self._stored(name).storage_error ** 2
-            self._note(name, error, error, 0)
+        return QuantizedLayer(name, *form, error_before, error, tokens, **found)
 
 
 def inverse_norms(outputs: Tensor) -> Tensor:
@@ -196,64 +169,51 @@ def inverse_norms(outputs: Tensor) -> Tensor:
 _DAMPING = 0.1
 
 
-class WeightPlan(Plan):
-    """Rounded weights of layers, in the order in which they run, each by its inputs behind those before."""
+def round_weights(task: Task, names: Sequence[str]) -> None:
+    """Round weights of layers, in the order in which they run, each by its inputs behind those before."""
+    calibration = task.calibration(names)
+    rounded: dict[str, RoundedWeight] = {}
 
-    @torch.no_grad()
-    def __init__(self, task: Task) -> None:
-        """Round all weights."""
-        super().__init__(task)
-        calibration = task.calibration([*task.configs])
-        self._rounded: dict[str, RoundedWeight] = {}
-        self.stack = calibration.stack
-        for group in calibration.groups(self._parameters):
-            weights = {name: self._weight(name) for name in group}
-            moments = checked_moments(group[0], self._moments(calibration, weights))
-            for name, weight in weights.items():
-                self._round(name, weight, moments)
-
-    def _weight(self, name: str) -> Tensor:
-        weight = self._task.weight(name)
-        if not bool(weight.isfinite().all()):
-            raise InvalidArgumentError(f"layer {name!r}: weight must be finite, got NaN or infinities")
-        return weight
-
-    def _moments(self, calibration: Calibration, weights: Mapping[str, Tensor]) -> Moments | None:
-        """Return the moments of the input of some layers, each token over the norm of its outputs."""
-        found: list[Moments] = []
-        together, device = torch.cat(list(weights.values())), self._task.device
-
-        def note(_: str, x: Tensor, number: int, keep: Tensor | None) -> None:
-            if not found:
-                found.append(Moments(x.shape[-1], device))
-            x = x.detach().to(device, torch.float32)
-            with exact_products(device):
-                sizes = inverse_norms(x @ together.T)
-            found[0].add(x * sizes, None, number, keep)
-
-        calibration.visit(list(weights)[:1], note)
-        return found[0] if found else None
-
-    def _round(self, name: str, weight: Tensor, moments: Moments) -> None:
-        second, storage = moments.second(), self._task.storage(name)
-        pattern = self._task.layer(name).pattern.to(self._task.device)
-        found = round_weight(weight, pattern, second, damped(second, _DAMPING), storage)
-        self._rounded[name] = found
-        nearest = float(found.nearest.float().mean())
-        errors = found.error_before, found.error
-        self._note(name, *errors, moments.tokens(), clipped=found.clipped, nearest=nearest)
-
-    def _parameters(self, layers: Sequence[str]) -> dict[str, Tensor]:
-        """Return parameters with which layers compute as quantized ones, by names in the model."""
-        weights = {name: self._task.model.get_parameter(f"{name}.weight") for name in layers}
+    def changed(layers: Sequence[str]) -> dict[str, Tensor]:
+        weights = {name: task.model.get_parameter(f"{name}.weight") for name in layers}
         return {
-            f"{name}.weight": self._rounded[name].values.to(weight.device, weight.dtype)
+            f"{name}.weight": rounded[name].values.to(weight.device, weight.dtype)
             for name, weight in weights.items()
         }
 
-    def _stored(self, name: str) -> BlockSparseLinear:
-        found = self._rounded[name]
-        return self._copy(name, limits=found.limits, values=found.values)
+    for group in calibration.groups(changed):
+        weights = {name: task.weight(name) for name in group}
+        for name, weight in weights.items():
+            if not bool(weight.isfinite().all()):
+                raise InvalidArgumentError(f"layer {name!r}: weight must be finite, got NaN or infinities")
+        moments = checked_moments(group[0], _moments(calibration, weights, task.device))
+        second = moments.second()
+        moment = damped(second, _DAMPING)
+        for name, weight in weights.items():
+            pattern = task.layer(name).pattern.to(task.device)
+            found = rounded[name] = round_weight(weight, pattern, second, moment, task.storage(name))
+            nearest = float(found.nearest.float().mean())
+            options = {"clipped": found.clipped, "nearest": nearest}
+            task.layers.append(task.note(name, found.error_before, found.error, moments.tokens(), **options))
+    for name, found in rounded.items():
+        task.store(name, limits=found.limits, values=found.values)
+
+
+def _moments(calibration: Calibration, weights: Mapping[str, Tensor], device: torch.device) -> Moments | None:
+    """Return the moments of the input of some layers, each token over the norm of its outputs."""
+    found: list[Moments] = []
+    together = torch.cat(list(weights.values()))
+
+    def note(_: str, x: Tensor, number: int, keep: Tensor | None) -> None:
+        if not found:
+            found.append(Moments(x.shape[-1], device))
+        x = x.detach().to(device, torch.float32)
+        with exact_products(device):
+            sizes = inverse_norms(x @ together.T)
+        found[0].add(x * sizes, None, number, keep)
+
+    calibration.visit(list(weights)[:1], note)
+    return found[0] if found else None
 
 
 class RoundedWeight(NamedTuple):
