@@ -199,20 +199,12 @@ def test_damping_grows_where_it_is_too_weak() -> None:
 
 @pytest.mark.parametrize(
     "second",
-    [torch.full((32, 32), torch.nan), torch.zeros(32, 16), -torch.eye(32)],
-    ids=["nan", "shape", "sign"],
+    [torch.full((32, 32), torch.nan), -torch.eye(32)],
+    ids=["nan", "sign"],
 )
 def test_what_is_no_second_moment_is_refused(second: Tensor) -> None:
     with pytest.raises(InvalidArgumentError, match="second_moment"):
         driver.damped(second)
-
-
-def test_damping_is_a_finite_number() -> None:
-    second = layer_problem()[2]
-    assert driver.damped(second, 1e9).damping == 1e9
-    for damping in (-1, float("nan"), "much"):
-        with pytest.raises(InvalidArgumentError, match="damping must be"):
-            driver.damped(second, damping)  # type: ignore[arg-type]
 
 
 def test_dead_inputs_keep_their_weights_and_cost_nothing() -> None:

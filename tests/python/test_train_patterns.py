@@ -498,25 +498,6 @@ def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
         torch.testing.assert_close(one.weight, other.weight)
 
 
-@pytest.mark.parametrize("grow", ["random", "gradient"])
-def test_a_schedule_ends_when_it_is_removed(grow: str) -> None:
-    """So does `Gradual`, which would go on by sums of movement that no longer change."""
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    patterns = PatternSchedule(model, optimizer, every=1, grow=grow, drop="movement")
-    gradual = Gradual(model, optimizer, density=0.25, steps=4, begin=0, score="movement")
-    state = patterns.state_dict()
-    before = state_of(model, optimizer)
-    for schedule in (patterns, gradual):
-        schedule.remove()
-        schedule.remove()
-        with pytest.raises(InvalidArgumentError, match=r"must not be used after remove\(\)"):
-            schedule.step()
-    with pytest.raises(InvalidArgumentError, match=r"must not be used after remove\(\)"):
-        patterns.load_state_dict(state)
-    assert same(state_of(model, optimizer), before) and not optimizer._optimizer_step_pre_hooks
-
-
 def test_copies_of_a_model_are_not_observed() -> None:
     model = make()
     schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")

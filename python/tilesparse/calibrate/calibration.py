@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_block_shape, check_module, checked_number
+from .._checks import check_block_shape, check_module
 from .._reports import MOST, Progress, listed, warn_user
 from .._runtime.torch_private import exact_float32
-from ..config import BlockSparseConfig, check_of_experts
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.modules import names_of_modules, set_submodule
 from ..nn.dense import dense_weight
@@ -203,11 +203,6 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
     Where that is too weak for a Cholesky factor in float64, ten times as much is tried, and so on. If the
     mean is zero nothing is known of the inputs: the matrix becomes the identity.
     """
-    checked_number("damping", damping)
-    if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
-        raise InvalidArgumentError(
-            f"second_moment must be a square matrix, got shape {tuple(second_moment.shape)}"
-        )
     moment = second_moment.double()
     mean = float(moment.diagonal().mean())
     if not 0 <= mean < float("inf"):
@@ -245,9 +240,6 @@ def exact_products(device: torch.device) -> Iterator[None]:
     """Compute float32 products in full precision, whatever settings and autocast say."""
     with exact_float32(), torch.autocast(device.type, enabled=False):
         yield
-
-
-_SAME = ("block_shape", "nm", "storage", "transposable", "granularity", "policy", "activations")
 
 
 class _Projection(nn.Module):
@@ -349,26 +341,6 @@ def tokens_of_projections(experts: Container[str], tokens: Mapping[str, int]) ->
     return found
 
 
-def check_configs_of(experts: Container[str], targets: Mapping[str, BlockSparseConfig]) -> None:
-    """Raise InvalidArgumentError unless all experts of a projection are to be stored in one way."""
-    first: dict[str, tuple[str, BlockSparseConfig]] = {}
-    for name, config in targets.items():
-        projection = projection_of(experts, name)
-        if projection is None:
-            continue
-        other, wanted = first.setdefault(projection, (name, config))
-        for own in _SAME:
-            if getattr(config, own) != getattr(wanted, own):
-                raise InvalidArgumentError(
-                    f"config: {name!r} and {other!r} are experts of one projection and must agree in {own}, "
-                    f"got {getattr(config, own)} and {getattr(wanted, own)}"
-                )
-        try:
-            check_of_experts(config.policy, config.activations, config.granularity)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"config: {name!r} is an expert: {error}") from error
-
-
 def joined(
     experts: Mapping[str, LinearExperts],
     made: Mapping[str, BlockSparseLinear],
@@ -414,34 +386,6 @@ def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
         linear, pattern=pattern, nm=config.nm, transposable=config.transposable
     )
     return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
-
-
-class ExpertMoments:
-    """Moments of the inputs of all experts of a projection, and of all of them together."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._all: Moments | None = None
-        self._own: dict[str, Moments] = {}
-
-    def add(self, name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
-        """Add the inputs [tokens, features] of one call of an expert; ``keep``: bools [tokens]."""
-        if self._all is None:
-            self._all = Moments(x.shape[-1], self._device)
-        self._all.add(x, None, number, keep)
-        if name not in self._own:
-            self._own[name] = Moments(x.shape[-1], self._device, origin=self._all.origin)
-        self._own[name].add(x, None, number, keep)
-
-    def of(self, name: str) -> Moments | None:
-        """Return the moments of an expert, drawn towards those of all; None without any token."""
-        if self._all is None:
-            return None
-        features = len(self._all.origin)
-        own = self._own.get(name)
-        if own is None:
-            own = Moments(features, self._device, origin=self._all.origin)
-        return own.drawn_to(self._all, features)
 
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -574,27 +518,33 @@ class Calibration:
 
     def moments(self, group: Sequence[str]) -> Iterator[tuple[str, Moments]]:
         """Yield the layers of a group, or some of them, each with the moments of its inputs."""
-        projection = self._projection(group[0]) if group else None
-        if projection is not None:
-            of_experts = self._moments_of_experts(projection)
-            yield from ((name, checked_moments(name, of_experts.of(name))) for name in group)
-        elif group:
+        projection = self._projection(group[0])
+        if projection is None:
             moments = self._moments_of(group[0])
             yield from ((name, checked_moments(name, moments)) for name in group)
+        else:
+            yield from self._moments_of_experts(projection, group)
 
-    def _moments_of_experts(self, projection: str) -> ExpertMoments:
-        """Return the moments of all experts of a projection."""
+    def _moments_of_experts(self, projection: str, group: Sequence[str]) -> Iterator[tuple[str, Moments]]:
+        """Yield experts with the moments of their inputs, drawn towards those of all of the projection."""
         experts, layers = map(self._model.get_submodule, (projection.rpartition(".")[0], projection))
         assert isinstance(experts, LinearExperts)
-        found = ExpertMoments(self._device)
+        features: int = layers.in_features  # type: ignore[assignment]
+        whole, own = Moments(features, self._device), dict[str, Moments]()
 
         def note(name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
             if keep is not None and keep.numel() == experts.rows:
                 keep = keep.reshape(-1)[experts.tokens]
-            found.add(name, x, number, keep)
+            whole.add(x, None, number, keep)
+            if name not in own:
+                own[name] = Moments(features, self._device, origin=whole.origin)
+            own[name].add(x, None, number, keep)
 
         self.visit([f"{projection}.{key}" for key, _ in layers.named_children()], note)
-        return found
+        for name in group:
+            if name not in own:
+                own[name] = Moments(features, self._device, origin=whole.origin)
+            yield name, checked_moments(name, own[name].drawn_to(whole, features))
 
     def _moments_of(self, layer: str) -> Moments | None:
         """Return the moments of the inputs of a layer; None if nothing calls it."""

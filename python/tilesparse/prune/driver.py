@@ -35,7 +35,6 @@ from ..calibrate.calibration import (
     Forward,
     Moments,
     call_model,
-    check_configs_of,
     check_model,
     collected,
     damped,
@@ -472,7 +471,6 @@ def prune_(
     with expanded(model) as experts:
         targets, skipped = chosen_layers(model, config, layers, exclude, filter_fn, refused=refused)
         if targets:
-            check_configs_of(experts, targets)
             data = collected(batches)
             check_can_change(model)
             with observing(model):

@@ -37,12 +37,6 @@ def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     return layers
 
 
-def check_not_removed(removed: bool) -> None:
-    """Raise InvalidArgumentError for a schedule whose hooks are gone."""
-    if removed:
-        raise InvalidArgumentError("schedule must not be used after remove(); make a new one")
-
-
 def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
     """Check that the blocks of these layers can be told apart, written to and removed."""
     owners: dict[int, str] = {}

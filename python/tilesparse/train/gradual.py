@@ -21,7 +21,6 @@ from ._layers import (
     Layers,
     Uncopied,
     check_keys,
-    check_not_removed,
     check_optimized,
     check_trainable,
     checked_choice,
@@ -99,7 +98,6 @@ class Gradual:
         for event in range(1, events + 1):
             time = event / events
             self._events[max(1, round(total * (begin + (end - begin) * time)))] = time
-        self._removed = False
         self.steps = 0
 
     @torch.no_grad()
@@ -110,7 +108,6 @@ class Gradual:
             UnsupportedError: the optimizer has states of which it is not known what belongs to which block,
                 or other processes train, too. Nothing has changed.
         """
-        check_not_removed(self._removed)
         time = self._events.get(self.steps + 1)
         if time is not None:
             _check_shrinkable(self._layers)
@@ -128,8 +125,7 @@ class Gradual:
         return True
 
     def remove(self) -> None:
-        """Remove all hooks and end the schedule; layers stay as they are."""
-        self._removed = True
+        """Remove all hooks; layers stay as they are."""
         if self._movement is not None:
             self._movement.remove()
 

@@ -22,7 +22,6 @@ from ._layers import (
     Layers,
     Uncopied,
     check_keys,
-    check_not_removed,
     check_optimized,
     check_trainable,
     checked_choice,
@@ -115,7 +114,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         self._settings = {"every": self._every, "drop": drop, "grow": grow}
         self._norms = _GradientNorms({} if grow == "random" else self._layers, group)
         self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
-        self._removed = self._agreed = False
+        self._agreed = False
         self.steps = 0
         self.moved: dict[str, Tensor] = {}
         self._observe_next()
@@ -130,7 +129,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         """
         if closure is not None:
             raise InvalidArgumentError("closure must be None: give it to the optimizer")
-        check_not_removed(self._removed)
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
         if has_peers() and not self._agreed:
@@ -145,8 +143,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         self._observe_next()
 
     def remove(self) -> None:
-        """Remove all hooks and end the schedule; patterns and everything else stay as they are."""
-        self._removed = True
+        """Remove all hooks; patterns and everything else stay as they are."""
         if self._movement is not None:
             self._movement.remove()
         self._norms.stop()
@@ -164,7 +161,6 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too."""
-        check_not_removed(self._removed)
         if isinstance(state_dict, Mapping) and state_dict.get("averages") == {}:  # as earlier versions wrote
             state_dict = {key: value for key, value in state_dict.items() if key != "averages"}
         check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement"))
@@ -307,21 +303,11 @@ class _GradientNorms:
             seen = torch.zeros_like(probe) if probe.grad is None else probe.grad
             weight = self._layers[name].weight  # which may have been moved or converted since
             norms[name] = seen.to(weight.device, precision_of(weight))
-        return self._averaged(norms) if has_peers() else norms
-
-    def _averaged(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Average over the processes, with one call for all layers on a device."""
-        together: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-        for name, one in norms.items():
-            together.setdefault((one.device, one.dtype), {})[name] = one
-        averaged: dict[str, Tensor] = {}
-        for ones in together.values():
-            flat = torch.cat([one.flatten() for one in ones.values()])
-            dist.all_reduce(flat, group=self._group)
-            flat /= dist.get_world_size(self._group)
-            chunks = torch.split(flat, [one.numel() for one in ones.values()])
-            averaged.update((name, own.view_as(ones[name])) for name, own in zip(ones, chunks, strict=True))
-        return averaged
+        if has_peers():
+            for one in norms.values():
+                dist.all_reduce(one, group=self._group)
+                one /= dist.get_world_size(self._group)
+        return norms
 
 
 @torch.no_grad()
