@@ -554,8 +554,8 @@ def test_budgets_are_spent_on_single_experts() -> None:
     kept = sum(p.numel() for experts in sparse_experts_of(model).values() for p in experts.parameters())
     assert kept <= weights // 2
     first = next(iter(profiles))
-    with pytest.raises(InvalidArgumentError, match="block_shape"):
-        other = dict.fromkeys(profiles, configs[0]) | {first: ts.BlockSparseConfig(0.5, 32)}
+    other = dict.fromkeys(profiles, configs[0]) | {first: ts.BlockSparseConfig.w8a16(block_shape=BLOCK)}
+    with pytest.raises(InvalidArgumentError, match="must agree in storage"):
         prune_(ZOO[kind].make(), other, batches)
 
 

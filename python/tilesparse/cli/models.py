@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_writable
-from .._reports import aligned
-from ..config import BlockSparseConfig
+from .._checks import aligned, check_writable
+from ..config import STORAGES, BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..io.conversion import ConvertReport, convert
 from ..prune.driver import METHODS, prune_
-from ..storage.traits import STORAGES
 from ..tuning.advise import DENSITIES, advise
 from ..tuning.product import choose, product_of_spec
 from .command import (

@@ -20,9 +20,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, is_regular, shown
+from .._checks import (
+    BLOCK_SIZES,
+    COMPRESSIBLE,
+    DTYPES,
+    PACKED,
+    QUANTIZED,
+    SCALE_GROUP,
+    aligned,
+    is_regular,
+    shown,
+)
 from .._files import write_json
-from .._reports import aligned
 from .._runtime.pattern_cache import blocks_of
 from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError, UnsupportedError
@@ -31,16 +40,7 @@ from ..pattern import BLOCK_COSTS, BlockPattern
 from ..storage.formats import storage_of
 from ..storage.quantize import compress
 from .foreign import PICKLES, Found, Source, Weight, bools_of
-from .manifest import (
-    CONFIG,
-    SAVING,
-    Shards,
-    byte_limit,
-    checked_folder,
-    joined,
-    put_in_place,
-    section_of,
-)
+from .manifest import CONFIG, SAVING, Shards, byte_limit, checked_folder, joined, put_in_place, section_of
 from .matrices import Matrix
 
 _In = TypeVar("_In")

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .._checks import as_number
-from .._reports import aligned
+from .._checks import aligned, as_number
 from ..calibrate.calibration import (
     Calibration,
     Forward,
@@ -27,6 +26,7 @@ from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..model.match import (
+    SkippedLayer,
     block_shape_of,
     checked_config,
     checked_configs,
@@ -37,8 +37,7 @@ from ..model.match import (
     reasons,
     shape_of,
 )
-from ..model.report import SkippedLayer
-from ..nn.dense import dense_weight, is_conv1d
+from ..nn.linear import dense_weight, is_conv1d
 from ..storage.formats import forms_of
 from ..tuning.advise import AdviceReport
 from .driver import Pruner

@@ -14,10 +14,16 @@ from ..calibrate.calibration import Calibration, Forward, Moments, call_model, c
 from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
-from ..model.match import block_shape_of, checked_config, checked_configs, shape_of
-from ..model.modules import names_of_modules, owners_of_parameters
+from ..model.match import (
+    block_shape_of,
+    checked_config,
+    checked_configs,
+    names_of_modules,
+    owners_of_parameters,
+    shape_of,
+)
 from ..model.report import Report
-from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
 from .driver import Pruner
 
 # Names of layers within a feed-forward network: those that give hidden features, and the one that takes them.
