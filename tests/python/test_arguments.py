@@ -372,7 +372,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "prune.measure_errors": lambda: {"model": dense(), "configs": [CONFIG], "layers": "0"},
     "prune.permute_": lambda: {"model": dense(), "groups": [group()]},
-    "prune.PermutationGroup.permute_": lambda: {"self": group(), "model": dense(), "order": torch.arange(64)},
     "prune_": lambda: {"model": dense(), "layers": "0"},
     "distill_": lambda: {"loss": loss(), "lr": 0.1},
     "reconstruct_": lambda: {"batches": [*batches(), *batches()], "epochs": 1},

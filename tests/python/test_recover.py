@@ -212,15 +212,15 @@ LOGITS = torch.zeros(2, 3, 5)
 @pytest.mark.parametrize(
     ("term", "student", "teacher", "mask", "message"),
     [
-        ("logits", LOGITS, torch.zeros(2, 3, 7), None, "logits with the student's classes, 5, got 7"),
-        ("logits", LOGITS, torch.zeros(2, 4, 5), None, r"logits with .* shape, \(2, 3, 5\)"),
+        ("logits", LOGITS, torch.zeros(2, 3, 7), None, "logits of the student's shape"),
+        ("logits", LOGITS, torch.zeros(2, 4, 5), None, r"logits of .* shape \(2, 3, 5\)"),
         ("logits", outputs(x=1), LOGITS, None, "student must give outputs with 'logits'"),
-        ("logits", LOGITS, {"x": 1}, None, r"teacher must give outputs .* got dict with \['x'\]"),
+        ("logits", LOGITS, {"x": 1}, None, r"teacher must give outputs .* got dict"),
         ("task", outputs(logits=LOGITS), LOGITS, None, "student must give outputs with 'loss'"),
-        ("hidden_states", LOGITS, [LOGITS], None, "student must give a tuple or list"),
-        ("hidden_states", [LOGITS], (), None, "teacher must give a tuple or list .* got tuple without any"),
+        ("hidden_states", LOGITS, [LOGITS], None, "must each give a tuple or list"),
+        ("hidden_states", [LOGITS], (), None, "teacher must give 1 hidden_states"),
         ("hidden_states", [LOGITS] * 2, [LOGITS] * 3, None, "2 hidden_states, as the student does, got 3"),
-        ("logits", LOGITS, LOGITS, torch.ones(2, 4), r"attention_mask must .* of shape \(2, 3, 5\)"),
+        ("logits", LOGITS, LOGITS, torch.ones(2, 4), r"attention_mask must .* \(2, 3, 5\)"),
         ("logits", LOGITS.flatten(0, 1), LOGITS.flatten(0, 1), torch.ones(2, 3), "attention_mask must "),
     ],
 )
@@ -565,12 +565,6 @@ def test_batches_that_a_model_writes_to_stay_as_they_are() -> None:
     assert all(torch.equal(one, two) for one, two in zip(batches, vectors(4), strict=True))
 
 
-def masked_out() -> list[dict[str, Tensor]]:
-    batches = texts(3)
-    batches[2]["attention_mask"] = torch.zeros_like(batches[2]["attention_mask"])
-    return batches
-
-
 def without_data() -> list[dict[str, Tensor]]:
     return [{name: value.to("meta") for name, value in batch.items()} for batch in texts(2)]
 
@@ -581,9 +575,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
     "epochs": ("epochs must", lambda m, t: {"epochs": 0}),
     "lr": ("lr must", lambda m, t: {"lr": 0.0}),
     "autocast": ("autocast must", lambda m, t: {"autocast": torch.float32}),
-    "float16": ("autocast must be torch.bfloat16", lambda m, t: {"autocast": torch.float16}),
     "one batch": ("batches must be at least two", lambda m, t: {"batches": texts(1)}),
-    "all masked": ("got none in the held-out ones", lambda m, t: {"batches": masked_out()}),
     "no data": ("batches must have tensors with data", lambda m, t: {"batches": without_data()}),
     "a batch": ("batches must be .* got dict", lambda m, t: {"batches": texts(1)[0]}),
     "a tensor": ("batches must be .* got Tensor", lambda m, t: {"batches": texts(1)[0]["input_ids"]}),
@@ -591,7 +583,6 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Any], dict[str, Any]]]] = {
     "no device": ("device must have memory", lambda m, t: {"device": "meta"}),
     "dense": ("model must have a BlockSparseLinear", lambda m, t: {"model": copy.deepcopy(t)}),
     "itself": ("teacher must have parameters of its own", lambda m, t: {"teacher": m}),
-    "other teacher": ("teacher must have the modules", lambda m, t: {"teacher": dense("gpt2")}),
     "idle": ("does not run", lambda m, t: {"forward": lambda model, batch: None}),
     "cache": ("past_key_values", lambda m, t: {"batches": [b | {"use_cache": True} for b in texts(2)]}),
     "meta": ("meta device", lambda m, t: {"teacher": copy.deepcopy(t).to("meta")}),
@@ -604,7 +595,7 @@ def test_reconstruction_refuses_and_leaves_the_model(name: str) -> None:
     message, change = REFUSED[name]
     arguments: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(3), "epochs": 1}
     before = tensors_of(model)
-    with pytest.raises(UnsupportedError if name == "float16" else InvalidArgumentError, match=message):
+    with pytest.raises(InvalidArgumentError, match=message):
         reconstruct_(**(arguments | change(model, teacher)))
     assert same(tensors_of(model), before) and model.config.use_cache
 
@@ -770,25 +761,16 @@ def masks_of(model: nn.Module) -> list[Tensor]:
     return [layer.pattern.to_block_mask() for layer in sparse(model)]
 
 
-def test_callbacks_and_teachers_from_a_cache() -> None:
+def test_callbacks_see_terms_and_batches_may_be_tuples() -> None:
     model, teacher = pair("mlp")
-    other = copy.deepcopy(model)
-    batches = vectors(4)
-    cached = {id(batch): teacher(batch).detach() for batch in batches}
+    other, loss = copy.deepcopy(model), DistillationLoss(logits=1.0, temperature=2.0)
     seen: list[tuple[int, list[str]]] = []
-    loss = DistillationLoss(logits=1.0, temperature=2.0)
-    history = distill_(
-        model,
-        lambda batch: cached[id(batch)],
-        batches[:3],
-        adam(model),
-        loss=loss,
-        callback=lambda step, terms: seen.append((step, list(terms))),
-    )
+    options: dict[str, Any] = {"callback": lambda step, terms: seen.append((step, list(terms)))}
+    history = distill_(model, teacher, vectors(3), adam(model), loss=loss, **options)
     assert seen == [(step, ["loss", "logits"]) for step in (1, 2, 3)] and len(history.loss) == 3
     assert history.gradient_norm == []
-    run = distill_(other, teacher, [(b,) for b in batches[:3]], adam(other), loss=loss)
-    assert run.loss == history.loss and same(tensors_of(model), tensors_of(other))
+    assert distill_(other, teacher, [(b,) for b in vectors(3)], adam(other), loss=loss) == history
+    assert same(tensors_of(model), tensors_of(other))
 
 
 def test_labels_go_to_both_models() -> None:
@@ -914,8 +896,7 @@ def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ({"optimizer": plain}, "optimizer must have capturable=True"),
         ({"optimizer": constant, "scheduler": rates}, "a tensor as its lr"),
         ({"optimizer": hooked}, "optimizer must have no hooks where graph is True"),
-        ({"teacher": lambda batch: batch}, "model and teacher must be modules on one CUDA device"),
-        ({"teacher": elsewhere}, "model and teacher must be modules on one CUDA device"),
+        ({"teacher": elsewhere}, "model and teacher must be on one CUDA device"),
     ]:
         with pytest.raises((InvalidArgumentError, UnsupportedError), match=message):
             distill_(**(given | change), graph=True)
@@ -930,10 +911,9 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
     given |= {"optimizer": adam(model), "loss": DistillationLoss(logits=1.0, hidden_states=1.0)}
     larger = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY + 32}))
     deeper = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 3}))
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(given["optimizer"])
     for change, message in [
         ({"teacher": model}, "teacher must have parameters of its own"),
-        ({"teacher": larger}, f"the student's classes, {VOCABULARY}, got {VOCABULARY + 32}"),
+        ({"teacher": larger}, "logits of the student's shape"),
         ({"teacher": deeper}, "3 hidden_states, as the student does, got 4"),
         ({"optimizer": old}, "optimizer: the weight of layer 'model.layers.0.self_attn.q_proj'"),
         ({"optimizer": partial}, "optimizer: the weight of layer"),
@@ -942,15 +922,12 @@ def test_distillation_refuses_and_leaves_the_model() -> None:
         ({"batches": texts(1)[0]}, "batches must be .* got dict"),
         ({"accumulate": 0}, "accumulate must be"),
         ({"clip": -1}, "clip must be"),
-        ({"scheduler": plateau}, "scheduler must have a step"),
         ({"autocast": torch.float32}, "autocast must be torch.bfloat16 or None"),
         ({"graph": True}, "on one CUDA device where graph is True"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             distill_(**(given | change))
         assert same(tensors_of(model), before), message
-    with pytest.raises(UnsupportedError, match=r"autocast must be torch\.bfloat16, got torch\.float16"):
-        distill_(**given, autocast=torch.float16)
     with torch.no_grad():  # it is training
         assert len(distill_(**given).loss) == 2 and not same(tensors_of(model), before)
 

@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -384,6 +385,27 @@ def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
         linear, pattern=pattern, nm=config.nm, transposable=config.transposable
     )
     return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """A part of a model that was changed, and its relative error before and after; kept if that is less.
+
+    Of `reconstruct_` it is a submodule, with ‖y - t‖² / ‖t‖² of its output and target on held-out batches; of
+    `permute_` a group by its consumer, with the sum of its layers' errors, or None where a block holds all
+    features, so that no order matters.
+    """
+
+    name: str
+    error_before: float | None
+    error: float | None
+    kept: bool
+
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        errors = ("" if error is None else f"{error:.4f}" for error in (self.error_before, self.error))
+        cells = self.name, *errors, "yes" if self.kept else "no"
+        return dict(zip(("layer", "error before", "error", "kept"), cells, strict=True))
 
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]

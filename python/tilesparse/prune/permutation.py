@@ -10,10 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import shown
-from ..calibrate.calibration import Calibration, Forward, Moments, call_model, check_model, collected
+from ..calibrate.calibration import (
+    Calibration,
+    Forward,
+    Improvement,
+    Moments,
+    call_model,
+    check_model,
+    collected,
+)
 from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..model.match import (
     block_shape_of,
     checked_config,
@@ -24,14 +32,15 @@ from ..model.match import (
 )
 from ..model.report import Report
 from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.weight import is_sharded
 from .driver import Pruner
 
 # Names of layers within a feed-forward network: those that give hidden features, and the one that takes them.
 _FEED_FORWARD = (
-    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its likes
-    (("fc1",), "fc2"),  # ViT, CLIP, OPT
-    (("c_fc",), "c_proj"),  # GPT-2
-    (("intermediate.dense",), "output.dense"),  # BERT, RoBERTa
+    ("gate_proj", "up_proj", "down_proj"),  # Llama and its likes
+    ("fc1", "fc2"),  # ViT, CLIP, OPT
+    ("c_fc", "c_proj"),  # GPT-2
+    ("intermediate.dense", "output.dense"),  # BERT, RoBERTa
 )
 ROUNDS = 8  # of a search
 DIFFERENCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number
@@ -64,36 +73,17 @@ class PermutationGroup:
         """
         found: list[PermutationGroup] = []
         for name, module in model.named_modules():
-            for producers, consumer in _FEED_FORWARD:
-                layers = [_below(module, each) for each in (*producers, consumer)]
+            for names in _FEED_FORWARD:
+                layers = [_below(module, each) for each in names]
                 if all(map(_is_dense, layers)) and not _may_have_others(module, layers):
-                    own = (f"{name}.{each}".lstrip(".") for each in producers)
-                    found.append(cls(tuple(own), f"{name}.{consumer}".lstrip(".")))
+                    *producers, consumer = (f"{name}.{each}".lstrip(".") for each in names)
+                    found.append(cls(tuple(producers), consumer))
         return [group for group in found if group._reason_against(model) is None]
 
     @torch.no_grad()
-    def permute_(self, model: nn.Module, order: Tensor) -> None:
-        """Reorder the features of this group in a dense model, in place; its function stays the same.
-
-        Nothing between producers and consumer may depend on the order.
-
-        Args:
-            model: has these layers.
-            order: [features] of integers: which feature comes where.
-
-        Raises:
-            UnsupportedError: a weight is sharded. Nothing has changed after an error.
-        """
-        self._check_fits(model, "group")
-        layers = self._layers(model).values()
-        for layer, _ in layers:
-            kind = type(layer.weight.detach())
-            if kind is not Tensor:
-                raise UnsupportedError(f"model must have plain tensors as weights, got {kind.__name__}")
-        features = torch.arange(dense_weight(layer).shape[1], device="cpu")  # the consumer comes last
-        if not isinstance(order, Tensor) or not torch.equal(order.cpu().sort().values, features):
-            raise InvalidArgumentError(f"order must have each of {len(features)} features once, got others")
-        for layer, dim in layers:
+    def _reorder(self, model: nn.Module, order: Tensor) -> None:
+        """Reorder the features of this group in a dense model; order[i] becomes feature i."""
+        for layer, dim in self._layers(model).values():
             weight = dense_weight(layer)
             index = order.to(weight.device)
             weight.copy_(weight.index_select(dim, index))
@@ -107,24 +97,17 @@ class PermutationGroup:
         """Return the layers by name, and which dimension of their weight the features are."""
         return {name: (model.get_submodule(name), int(name == self.consumer)) for name in self._names()}
 
-    def _check_fits(self, model: nn.Module, argument: str) -> None:
-        reason = self._reason_against(model)
-        if reason is not None:
-            raise InvalidArgumentError(f"{argument} must fit the model: {reason}")
-
     def _reason_against(self, model: nn.Module) -> str | None:
         """Say why a model does not have this group, as far as shapes and owners of weights tell."""
         names = names_of_modules(model)
         owners = owners_of_parameters(names)
         for name in self._names():
             layer = _below(model, name)
-            if not _is_dense(layer):
+            if not _is_dense(layer) or is_sharded(layer.weight):
                 kind = type(layer).__name__
                 return f"{name!r} must be a dense linear layer with its own weight, got {kind}"
-            if len(names[layer]) > 1:
-                return f"layer {name!r} has another name as well"
-            if any(len(owners[parameter]) > 1 for parameter in layer.parameters()):
-                return f"layer {name!r} shares a parameter with another layer"
+            if len(names[layer]) > 1 or any(len(owners[own]) > 1 for own in layer.parameters()):
+                return f"layer {name!r} has another name as well, or shares a parameter with another layer"
         if self.consumer in self.producers:
             return f"layer {self.consumer!r} is producer and consumer"
         sizes = {dense_weight(layer).shape[dim] for layer, dim in self._layers(model).values()}
@@ -150,30 +133,6 @@ def _may_have_others(module: nn.Module, layers: Sequence[Any]) -> bool:
     theirs = {id(parameter) for layer in layers for parameter in layer.parameters()}
     features, tensors = dense_weight(layers[-1]).shape[1], (*module.parameters(), *module.buffers())
     return any(features in tensor.shape for tensor in tensors if id(tensor) not in theirs)
-
-
-@dataclass(frozen=True)
-class PermutedGroup:
-    """A permutation group, the sum of its layers' errors before and after reordering, and if that was kept.
-
-    Both are None where no order was looked for: a block holds all features of a group.
-    """
-
-    group: PermutationGroup
-    error_before: float | None
-    error: float | None
-    kept: bool
-
-    @property
-    def name(self) -> str:
-        """The group's consumer."""
-        return self.group.consumer
-
-    def row(self) -> dict[str, str]:
-        """Return the cells of a table, by column."""
-        before, after = ("" if error is None else f"{error:.4f}" for error in (self.error_before, self.error))
-        kept = "yes" if self.kept else "no" if after else ""
-        return {"layer": self.name, "error before": before, "error": after, "kept": kept}
 
 
 def permute_(
@@ -210,11 +169,13 @@ def permute_(
     for group in found:
         if not isinstance(group, PermutationGroup):
             raise InvalidTypeError(f"groups must be PermutationGroup, got {shown(group)}")
-        group._check_fits(model, "groups")
+        reason = group._reason_against(model)
+        if reason is not None:
+            raise InvalidArgumentError(f"groups must fit the model: {reason}")
         for name, (layer, _) in group._layers(model).items():
             checked_configs("config", name, [config], shape_of(layer))
     data, call = collected(batches), forward or call_model
-    done: list[PermutedGroup] = []
+    done: list[Improvement] = []
     with observing(model), torch.no_grad():
         first = call(model, data[0])
         if not any(tensor.is_floating_point() for tensor in tensors_in(first)):
@@ -263,20 +224,20 @@ def _with_moments(
 
 def _improve(
     model: nn.Module, group: PermutationGroup, moments: dict[str, Moments], config: BlockSparseConfig
-) -> PermutedGroup:
+) -> Improvement:
     """Reorder a group, and the moments of its consumer, if that lowers the error."""
     order = _clustered(model, group, moments, config)
     if order is None:
-        return PermutedGroup(group, None, None, False)
+        return Improvement(group.consumer, None, None, False)
     before = _error(model, group, moments, config)
     reordered = {**moments, group.consumer: moments[group.consumer].reordered(order)}
-    group.permute_(model, order)
+    group._reorder(model, order)
     after = _error(model, group, reordered, config)
     if after < before:
         moments.update(reordered)
     else:
-        group.permute_(model, order.argsort())
-    return PermutedGroup(group, before, after, after < before)
+        group._reorder(model, order.argsort())
+    return Improvement(group.consumer, before, after, after < before)
 
 
 def _error(

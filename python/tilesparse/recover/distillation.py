@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -91,12 +90,12 @@ class DistillationLoss:
             elif name == "hidden_states":
                 terms[name] = _hidden_states(student, teacher, attention_mask)
             else:
-                ours, theirs = (
+                both = (
                     _pooled(student, "student", attention_mask),
                     _pooled(teacher, "teacher", attention_mask),
                 )
-                both = _pair("embeddings", ours, theirs)
-                terms[name] = (1 - F.cosine_similarity(*both, dim=-1)).mean()
+                _check("embeddings", *both)
+                terms[name] = (1 - F.cosine_similarity(*_alike(*both), dim=-1)).mean()
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -113,11 +112,10 @@ class DistillationLoss:
 
     def _logits(self, student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
         ours, theirs = _output(student, "logits"), _output(teacher, "logits", "teacher")
-        _check_shapes("logits", ours, theirs)
-        _check_mask("logits", ours, mask)
+        _check("logits", ours, theirs, mask)
 
         def compare(ours: Tensor, theirs: Tensor, mask: Tensor | None) -> Tensor:
-            both = (_without_padding(one, mask) for one in _alike(ours, theirs))
+            both = _alike(ours, theirs, mask)
             log_ours, log_theirs = (F.log_softmax(one / self.temperature, -1) for one in both)
             return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
 
@@ -125,37 +123,25 @@ class DistillationLoss:
             divergence = compare(ours, theirs, mask)
         else:
             options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-            parts = _parts(ours, theirs, mask)
+            texts = max(1, AT_ONCE * len(ours) // ours.numel())
+            masks = [None] * len(ours) if mask is None else mask.split(texts)
+            parts = zip(ours.split(texts), theirs.split(texts), masks, strict=False)
             divergence = torch.stack([checkpoint(compare, *part, **options) for part in parts]).sum()
         return torch.mul(divergence / _count(ours, mask), self.temperature**2)
 
 
-def _parts(ours: Any, theirs: Any, mask: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yield as many texts at a time as are compared at once, at least one."""
-    texts = max(1, AT_ONCE * len(ours) // ours.numel())
-    parts = ours.split(texts), theirs.split(texts)
-    masks = [None] * len(parts[0]) if mask is None else mask.split(texts)
-    yield from zip(*parts, masks, strict=True)
-
-
 def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
     ours, theirs = _output(student, "hidden_states"), _output(teacher, "hidden_states", "teacher")
-    for whose, states in (("student", ours), ("teacher", theirs)):
-        if not isinstance(states, tuple | list) or not states:
-            raise InvalidArgumentError(
-                f"{whose} must give a tuple or list of hidden_states, got {type(states).__name__}"
-                + (" without any" if isinstance(states, tuple | list) else "")
-            )
+    if not (isinstance(ours, tuple | list) and isinstance(theirs, tuple | list) and ours):
+        raise InvalidArgumentError("student and teacher must each give a tuple or list of hidden_states")
     if len(ours) != len(theirs):
         raise InvalidArgumentError(
             f"teacher must give {len(ours)} hidden_states, as the student does, got {len(theirs)}"
         )
     errors = []
     for index, both in enumerate(zip(ours, theirs, strict=True)):
-        name = f"hidden_states[{index}]"
-        both = _pair(name, *both)
-        _check_mask(name, both[0], mask)
-        one, other = (_without_padding(states, mask) for states in both)
+        _check(f"hidden_states[{index}]", *both, mask)
+        one, other = _alike(*both, mask)
         errors.append(
             (one - other).square().sum() / other.square().sum().clamp_min(torch.finfo(other.dtype).tiny)
         )
@@ -171,38 +157,29 @@ def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
     tokens = tokens.to(_precision(tokens))
     if mask is None:
         return tokens.mean(1)
-    _check_mask("last_hidden_state", tokens, mask)
     counts = mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
     return _without_padding(tokens, mask).sum(1) / counts
 
 
-def _check_shapes(name: str, student: Any, teacher: Any) -> None:
-    if student.shape != teacher.shape:
-        what = "classes" if name == "logits" and student.shape[:-1] == teacher.shape[:-1] else "shape"
-        sizes = [tuple(one.shape) if what == "shape" else one.shape[-1] for one in (student, teacher)]
+def _check(name: str, student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> None:
+    shape = student.shape
+    if shape != teacher.shape:
         raise InvalidArgumentError(
-            f"teacher must give {name} with the student's {what}, {sizes[0]}, got {sizes[1]}"
+            f"teacher must give {name} of the student's shape {tuple(shape)}, got {tuple(teacher.shape)}"
         )
-
-
-def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
-    """Return both in one dtype on one device, the teacher's without gradient; their shapes are equal."""
-    _check_shapes(name, student, teacher)
-    return _alike(student, teacher)
-
-
-def _alike(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = _precision(student)
-    return student.to(dtype), teacher.detach().to(student.device).to(dtype)
-
-
-def _check_mask(name: str, student: Tensor, mask: Tensor | None) -> None:
     dims = 1 if _is_of_texts(student) else 2
-    if mask is not None and student.shape[:dims] != mask.shape[:dims]:
+    if mask is not None and shape[:dims] != mask.shape[:dims]:
+        given = tuple(mask.shape)
         raise InvalidArgumentError(
-            f"attention_mask must be [batch, tokens] of {name} of shape {tuple(student.shape)}, "
-            f"got {tuple(mask.shape)}"
+            f"attention_mask must be [batch, tokens] of {name} {tuple(shape)}, got {given}"
         )
+
+
+def _alike(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return both in one dtype on one device, without padding, the teacher's without gradient."""
+    dtype = _precision(student)
+    teacher = teacher.detach().to(student.device).to(dtype)
+    return _without_padding(student.to(dtype), mask), _without_padding(teacher, mask)
 
 
 def _is_of_texts(tensor: Tensor) -> bool:
@@ -220,11 +197,7 @@ def _count(student: Tensor, mask: Tensor | None) -> Tensor | int:
 
 
 def _without_padding(outputs: Tensor, mask: Tensor | None) -> Tensor:
-    """Return outputs of a model with zeros for tokens that do not count.
-
-    Zeros are written before anything is computed, so that what a model gives for padding, which may be NaN,
-    reaches neither the loss nor a gradient.
-    """
+    """Return outputs with zeros for tokens that do not count: NaN there reaches neither loss nor gradient."""
     if mask is None or _is_of_texts(outputs):
         return outputs
     left_out = mask.to(outputs.device).eq(0)
@@ -236,10 +209,7 @@ def _output(outputs: Any, name: str, whose: str = "student") -> Any:
     if found is None and name == "logits" and isinstance(outputs, Tensor):
         return outputs
     if found is None:
-        keys = f" with {sorted(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
-        raise InvalidArgumentError(
-            f"{whose} must give outputs with {name!r}, got {type(outputs).__name__}{keys}"
-        )
+        raise InvalidArgumentError(f"{whose} must give outputs with {name!r}, got {type(outputs).__name__}")
     return found
 
 
@@ -265,15 +235,15 @@ class DistillationHistory:
         replayed: how many steps were replays of a CUDA graph.
     """
 
-    loss: list[float] = field(default_factory=list)
-    terms: dict[str, list[float]] = field(default_factory=dict)
-    gradient_norm: list[float] = field(default_factory=list)
-    replayed: int = 0
+    loss: list[float]
+    terms: dict[str, list[float]]
+    gradient_norm: list[float]
+    replayed: int
 
 
 def distill_(
     model: nn.Module,
-    teacher: nn.Module | Callable[[Any], Any],
+    teacher: nn.Module,
     batches: Iterable[Any],
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -298,7 +268,7 @@ def distill_(
 
     Args:
         model: the student.
-        teacher: the dense model; or a function of a batch that gives its outputs, as from a cache.
+        teacher: the dense model.
         batches: as of `prune_`; model and teacher each get a copy on their device. ``attention_mask`` says
             which tokens count; of an encoder-decoder ``decoder_attention_mask`` does, or ``labels`` other
             than -100. Both models compute their own loss where there are ``labels``.
@@ -317,8 +287,7 @@ def distill_(
             device: reading one waits for it.
 
     Raises:
-        UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients; or with ``graph`` the
-            optimizer has hooks, which a graph would not call again.
+        UnsupportedError: with ``graph`` the optimizer has hooks, which a graph would not call again.
     """
     if (optimizer is None) == (lr is None):
         raise InvalidArgumentError(
@@ -332,15 +301,11 @@ def distill_(
             raise InvalidArgumentError("model must have parameters that require gradients")
         optimizer = torch.optim.AdamW(trained, rate, weight_decay=0.0, capturable=graph)
     loss = DistillationLoss(logits=1.0) if loss is None else loss
-    _check_models(model, teacher, optimizer)
+    check_distinct(model, teacher)
+    _check_optimizer(model, optimizer)
     accumulate = checked_count("accumulate", accumulate)
     clip = None if clip is None else checked_number("clip", clip, above_zero=True)
     check_batches(batches)
-    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if plateau or (scheduler is not None and not callable(getattr(scheduler, "step", None))):
-        raise InvalidArgumentError(
-            f"scheduler must have a step() without arguments, got {type(scheduler).__name__}"
-        )
     check_autocast(autocast)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -348,13 +313,9 @@ def distill_(
     def terms_of(batch: Any) -> dict[str, Tensor]:
         # Copies for both models: either may write to its input.
         own, mask = moved(checked_batch(batch), device_of(model), copy=True), mask_of_outputs(model, batch)
-        if isinstance(teacher, nn.Module):
-            device = device_of(teacher)
-            with torch.no_grad(), autocasting(device, autocast):
-                targets = outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
-        else:
-            with torch.no_grad():
-                targets = teacher(batch)
+        device = device_of(teacher)
+        with torch.no_grad(), autocasting(device, autocast):
+            targets = outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
         with autocasting(device_of(model), autocast):
             outputs = outputs_of(model, own, loss, forward)
         return loss.terms(outputs, targets, mask)
@@ -378,7 +339,7 @@ def distill_(
     if graph:
         graphed = _GraphedStep(update, _checked_device(model, teacher, optimizer, scheduler))
     seen: list[dict[str, Tensor]] = []
-    with evaluating(teacher) if isinstance(teacher, nn.Module) else contextlib.nullcontext():
+    with evaluating(teacher):
         optimizer.zero_grad()
         remaining = iter(batches)
         while group := list(islice(remaining, accumulate)):
@@ -411,28 +372,19 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autoca
 
 def check_autocast(dtype: object) -> None:
     """Raise unless the dtype is bfloat16 or None: float16 needs scaled gradients."""
-    if dtype == torch.float16:
-        raise UnsupportedError(
-            "autocast must be torch.bfloat16, got torch.float16, whose gradients must be scaled"
-        )
     if dtype not in (None, torch.bfloat16):
         raise InvalidArgumentError(f"autocast must be torch.bfloat16 or None, got {dtype!r}")
 
 
-def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(teacher, nn.Module):
-        check_distinct(model, teacher)
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, module in model.named_modules():
-        if not isinstance(module, BlockSparseLinear) or not module.weight.requires_grad:
-            continue
-        if id(module.weight) not in known:
+        trained = isinstance(module, BlockSparseLinear) and module.weight.requires_grad
+        if trained and id(module.weight) not in known:
             raise InvalidArgumentError(
                 f"optimizer: the weight of layer {name!r} is not among its parameters; make it after the "
                 "model was pruned, or call requires_grad_(False) on what is to stay as it is"
             )
-    if not any(id(parameter) in known for parameter in model.parameters() if parameter.requires_grad):
-        raise InvalidArgumentError("optimizer must have parameters of the model, it has none")
 
 
 WARM_UP = 3  # steps before a capture: they make plans and the optimizer's states, and compile
@@ -491,12 +443,12 @@ def _form(value: Any) -> Any:
 
 
 def _checked_device(
-    model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer, scheduler: Any
+    model: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> torch.device:
     """Return the device of a step that can be captured; raise for one that cannot."""
     device = device_of(model)
-    if device.type != "cuda" or not isinstance(teacher, nn.Module) or device_of(teacher) != device:
-        raise InvalidArgumentError("model and teacher must be modules on one CUDA device where graph is True")
+    if device.type != "cuda" or device_of(teacher) != device:
+        raise InvalidArgumentError("model and teacher must be on one CUDA device where graph is True")
     if has_step_hooks(optimizer):
         raise UnsupportedError(
             "optimizer must have no hooks where graph is True, as those of MaskSchedule are: a captured step "

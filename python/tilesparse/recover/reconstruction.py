@@ -6,13 +6,13 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import Progress, check_module, checked_count, checked_number, listed, warn_user
+from .._checks import Progress, checked_count, checked_number, listed, warn_user
+from ..calibrate.calibration import Improvement, check_model
 from ..calibrate.stream import (
     Call,
     Stream,
@@ -35,7 +35,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.match import SkippedLayer
 from ..model.report import Report
 from ..nn.linear import BlockSparseLinear, is_conv1d
-from .distillation import Forward, _alike, _without_padding, autocasting, check_autocast
+from .distillation import Forward, _alike, autocasting, check_autocast
 
 
 def reconstruct_(
@@ -80,7 +80,8 @@ def reconstruct_(
         UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
             share a parameter. After any error or interruption the parameters are as they were.
     """
-    check_module(model)
+    check_model(model)
+    check_model(teacher)
     check_distinct(model, teacher)
     epochs = checked_count("epochs", epochs)
     lr = checked_number("lr", lr, above_zero=True)
@@ -94,13 +95,7 @@ def reconstruct_(
             f"batches must be at least two, of which one is held out, got {len(batches)}"
         )
     count = len(batches) - math.ceil(len(batches) / 8)  # the others are held out
-    masks = [mask_of(batch) for batch in batches]
-    for kind, part in (("training", masks[:count]), ("held-out", masks[count:])):
-        if not any(mask is None or mask.any() for mask in part):
-            raise InvalidArgumentError(
-                f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
-            )
-    names, skipped = _chosen(model, teacher)
+    names, skipped = _chosen(model)
     run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
     trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]
     with observing(model, teacher), _without_cache(model, teacher), restoring(trained):
@@ -177,10 +172,10 @@ class _Run(NamedTuple):
         return [self.stream(one, [""], self.batches) for one in both]
 
     @torch.no_grad()
-    def reconstruct(self, pieces: Sequence[_Piece]) -> tuple[list[str], list[FittedSubmodule]]:
+    def reconstruct(self, pieces: Sequence[_Piece]) -> tuple[list[str], list[Improvement]]:
         """Fit all submodules; return the blocks that were on the device, and the fits."""
         progress = Progress(sum(len(piece.names) for piece in pieces))
-        fitted: list[FittedSubmodule] = []
+        fitted: list[Improvement] = []
         done: list[str] = []
         for piece in pieces:
             ours, theirs = self.streams(piece.blocks)
@@ -202,7 +197,7 @@ class _Run(NamedTuple):
 
     def fit(
         self, name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor]
-    ) -> FittedSubmodule:
+    ) -> Improvement:
         """Fit a submodule to its targets and keep the weights with the least held-out error."""
         parameters = _trained(part)
         # In float32 at least, so that small steps of weights in 16 bits are not lost.
@@ -256,7 +251,7 @@ class _Run(NamedTuple):
             for key, parameter in parameters.items():
                 mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
                 parameter.copy_(kept[key] if mask is None else torch.where(mask, kept[key], parameter))
-        return FittedSubmodule(name, before, best, best < before)
+        return Improvement(name, before, best, best < before)
 
 
 def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -265,9 +260,8 @@ def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> 
         raise InvalidArgumentError(
             f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, got {tuple(target.shape)}"
         )
-    output, target = _alike(output, target)
-    if mask is not None and output.shape[:2] == mask.shape:
-        output, target = _without_padding(output, mask), _without_padding(target, mask)
+    fits = mask is not None and output.shape[:2] == mask.shape
+    output, target = _alike(output, target, mask if fits else None)
     return (output - target).square().sum(), target.square().sum()
 
 
@@ -320,18 +314,14 @@ def _skipped(model: nn.Module, name: str, reason: str) -> SkippedLayer:
     return SkippedLayer(name, type(model.get_submodule(name)).__name__, reason)
 
 
-def _chosen(model: nn.Module, teacher: nn.Module) -> tuple[list[str], list[SkippedLayer]]:
-    """Return the names to fit, once both models are known to have them, and what is left out."""
-    names = _default_names(model)
+def _chosen(model: nn.Module) -> tuple[list[str], list[SkippedLayer]]:
+    """Return the names to fit, and what is left out."""
+    names = []
+    for block in (block for blocks in _stacks(model) or [[""]] for block in blocks):
+        module = model.get_submodule(block)
+        names += _parts(block, module) or ([block] if _has_sparse(module) else [])
     if not names:
         raise InvalidArgumentError("model must have a BlockSparseLinear")
-    missing = {*names} - {name for name, _ in teacher.named_modules(remove_duplicate=False)}
-    if missing:
-        raise InvalidArgumentError(
-            f"teacher must have the modules of the model, {sorted(missing)[0]!r} is none"
-        )
-    if any(tensor.is_meta for tensor in (*model.parameters(), *teacher.parameters())):
-        raise InvalidArgumentError("model and teacher must have parameters with data, got the meta device")
     skipped = [
         _skipped(model, name, "outside of the stack of blocks")
         for name, module in model.named_modules()
@@ -349,14 +339,6 @@ def _chosen(model: nn.Module, teacher: nn.Module) -> tuple[list[str], list[Skipp
             if other != name:
                 raise UnsupportedError(f"submodules {other!r} and {name!r} share a parameter")
     return names, skipped
-
-
-def _default_names(model: nn.Module) -> list[str]:
-    names = []
-    for block in (block for blocks in _stacks(model) or [[""]] for block in blocks):
-        module = model.get_submodule(block)
-        names += _parts(block, module) or ([block] if _has_sparse(module) else [])
-    return names
 
 
 def _parts(name: str, module: nn.Module) -> list[str]:
@@ -391,26 +373,3 @@ def _is_within(name: str, block: str) -> bool:
 
 def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
-
-
-@dataclass(frozen=True)
-class FittedSubmodule:
-    """Fitted submodule, and its error on the held-out batches: ‖y - t‖² / ‖t‖² of its output and its target.
-
-    `error` is that of the fitted weights, in the model's dtype. They are `kept` where it is below
-    `error_before`; otherwise the submodule is as it was.
-    """
-
-    name: str
-    error_before: float
-    error: float
-    kept: bool
-
-    def row(self) -> dict[str, str]:
-        """Return the cells of a table, by column."""
-        return {
-            "layer": self.name,
-            "error before": f"{self.error_before:.4f}",
-            "error": f"{self.error:.4f}",
-            "kept": "yes" if self.kept else "no",
-        }

@@ -30,7 +30,7 @@ from ._layers import (
     some_sparse_layers,
     sparse_layers,
 )
-from .patterns import SCORES, Movement, check_states, magnitudes, states_by_slot
+from .patterns import SCORES, Movement, check_states, load_movement, magnitudes, states_by_slot
 
 
 class Gradual:
@@ -139,9 +139,7 @@ class Gradual:
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         check_keys("state_dict: first", state_dict["first"], self._layers)
         first = {name: checked_count("state_dict: first", state_dict["first"][name]) for name in self._layers}
-        Movement.check_state(self._movement, state_dict["movement"])
-        if self._movement is not None:
-            self._movement.load_state_dict(state_dict["movement"])
+        load_movement(self._movement, state_dict["movement"])
         self.steps, self._first = steps, first
 
     def _remove(self, name: str, layer: BlockSparseLinear, left: int) -> None:

@@ -105,9 +105,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         self._layers = some_sparse_layers(model)
         check_trainable(self._layers)
         check_optimized(self._layers, optimizer)
-        weights = [layer.weight for layer in self._layers.values()]
-        group_of_all = {"params": weights, "lr": checked_fraction("fraction", fraction)}
-        super().__init__([{**group_of_all, "layers": [*self._layers]}], {})
+        weights, rate = [one.weight for one in self._layers.values()], checked_fraction("fraction", fraction)
+        super().__init__([{"params": weights, "lr": rate, "layers": [*self._layers]}], {})
         self._optimizer, self._grow, self._group = optimizer, grow, group
         self._settings = {"every": self._every, "drop": drop, "grow": grow}
         self._norms = _GradientNorms({} if grow == "random" else self._layers, group)
@@ -118,15 +117,13 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         self._observe_next()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Count a step of the optimizer, and rewire if it is time to.
 
         Raises:
             UnsupportedError: the optimizer has states of which it is not known what belongs to which block.
             UnsynchronizedPatternError: the processes that train the model rewire it differently.
         """
-        if closure is not None:
-            raise InvalidArgumentError("closure must be None: give it to the optimizer")
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
         if has_peers() and not self._agreed:
@@ -151,9 +148,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         return {
             "steps": self.steps,
             "seed": self._seed,
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
-            ],
+            "param_groups": [{key: own for key, own in self.param_groups[0].items() if key != "params"}],
             "movement": {} if self._movement is None else self._movement.state_dict(),
         }
 
@@ -164,41 +159,35 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         groups = state_dict["param_groups"]
-        self._check_groups(groups)
-        Movement.check_state(self._movement, state_dict["movement"])
-        self.steps, self._seed = steps, checked_seed(state_dict["seed"])
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(saved)
-        if self._movement is not None:
-            self._movement.load_state_dict(state_dict["movement"])
+        listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+        if not listed or [group.get("layers") for group in groups] != [[*self._layers]]:
+            raise InvalidArgumentError(
+                f"state_dict must have one group, of the layers {[*self._layers]}, got {groups}; a schedule of "
+                "a part of the model has that part's"
+            )
+        checked_fraction("state_dict: lr", groups[0].get("lr"))
+        seed = checked_seed(state_dict["seed"])
+        load_movement(self._movement, state_dict["movement"])
+        self.steps, self._seed = steps, seed
+        self.param_groups[0].update(groups[0])
         self._agreed = False
         self._observe_next()
 
-    def _check_groups(self, groups: Any) -> None:
-        mine = [group["layers"] for group in self.param_groups]
-        listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-        theirs = [group.get("layers") for group in groups] if listed else groups
-        if theirs != mine:
-            raise InvalidArgumentError(f"state_dict must have groups of the layers {mine}, got {theirs}")
-        for group in groups:
-            checked_fraction("state_dict: lr", group.get("lr"))
-
     def _checked_counts(self) -> dict[str, int]:
         """Return how many blocks of each layer to move, after checking all that may be wrong."""
-        counts = {}
-        for group in self.param_groups:
-            fraction = checked_fraction("lr", group["lr"])
-            for name in group["layers"]:
-                nnz, (rows, cols) = self._layers[name].weight.shape[0], self._layers[name].spec.grid
-                counts[name] = min(int(fraction * nnz), rows * cols - nnz)
+        fraction, counts = checked_fraction("lr", self.param_groups[0]["lr"]), {}
+        for name, layer in self._layers.items():
+            nnz, (rows, cols) = layer.weight.shape[0], layer.spec.grid
+            counts[name] = min(int(fraction * nnz), rows * cols - nnz)
         check_trainable(self._layers)
         check_optimized(self._layers, self._optimizer)
         check_states(self._optimizer, {name: layer.weight for name, layer in self._layers.items()})
         return counts
 
     def _check_agreement(self) -> None:
-        fractions = [(group["layers"], group["lr"]) for group in self.param_groups]
-        mine = {"steps": self.steps, "seed": self._seed, **self._settings, "fraction": fractions}
+        own = self.param_groups[0]
+        mine = {"steps": self.steps, "seed": self._seed, **self._settings, "fraction": own["lr"]}
+        mine["layers"] = own["layers"]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, mine, self._group)
         if any(theirs != mine for theirs in everyone):
@@ -351,24 +340,6 @@ class Movement(Uncopied):
         """Return copies of the scores, by names of layers."""
         return {name: self.of(name).clone() for name in self._layers}
 
-    @staticmethod
-    def check_state(movement: Movement | None, state: Any) -> None:
-        """Raise InvalidArgumentError for a state that `load_state_dict` cannot take; {} is that of None."""
-        check_keys("state_dict: movement", state, {} if movement is None else movement._layers)
-        for name, scores in state.items():
-            assert movement is not None
-            nnz = movement._layers[name].weight.shape[0]
-            if not isinstance(scores, Tensor) or scores.shape != (nnz,):
-                raise InvalidArgumentError(
-                    f"state_dict: movement of layer {name!r} must be a tensor [{nnz}]; load the model first"
-                )
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict`, after `check_state`."""
-        for name, scores in state.items():
-            weight = self._layers[name].weight
-            self._scores[name] = scores.to(weight.device, precision_of(weight), copy=True)
-
     @torch.no_grad()
     def _add(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is not None:
@@ -387,6 +358,21 @@ class Movement(Uncopied):
             if overflow is not None:
                 moved = torch.where(overflow.to(moved.device, non_blocking=True) == 0, moved, 0)
             self.of(name).sub_(moved)
+
+
+def load_movement(movement: Movement | None, state: Any) -> None:
+    """Load a `Movement.state_dict`, {} where there is no movement; nothing changes after an error."""
+    layers: Layers = {} if movement is None else movement._layers
+    check_keys("state_dict: movement", state, layers)
+    for name, layer in layers.items():
+        if not isinstance(state[name], Tensor) or state[name].shape != layer.weight.shape[:1]:
+            raise InvalidArgumentError(
+                f"state_dict: movement of layer {name!r} must be a tensor of its blocks; load the model first"
+            )
+    if movement is not None:
+        for name, layer in layers.items():
+            dtype, device = precision_of(layer.weight), layer.weight.device
+            movement._scores[name] = state[name].to(device, dtype, copy=True)
 
 
 def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
