@@ -179,23 +179,6 @@ def test_what_allocate_refuses(name: str) -> None:
 # Configs
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((2, (64, 64)), "density must be"),
-        (("half", (64, 64)), "density must be"),
-        ((0.5, (48, 64)), "block_shape must be"),
-        ((0.5, (64, 64), (1, 4)), "nm must be"),
-        ((0.5, (16, 16), (2, 4)), "nm: 2:4"),
-        ((0.5, (64, 64), None, "x"), "storage must"),
-        ((0.5, (64, 64), None, "compressed"), "storage must not be 'compressed'"),
-    ],
-)
-def test_configs_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=text):
-        Config(*arguments)
-
-
 def test_configs_as_a_program_has_them() -> None:
     """Numbers of NumPy, and one number for both sides."""
     loose: Any = Config(np.float32(0.5), 32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,15 +14,12 @@ from torch import Tensor, nn
 from torch.masked import masked_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, prune_, sparsify_
-from tilesparse._checks import check_block_shape
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.model.match import DEFAULT_OPTIONS, NamePattern, matching
+from tilesparse.model.match import DEFAULT_OPTIONS, NamePattern
 from tilesparse.storage.formats import storage_of
-from tilesparse.tuning.product import Product
 
 CONFIG = BlockSparseConfig(0.5, 16)
 SIZES: dict[str, Any] = {
@@ -144,20 +140,6 @@ def test_names_match_whole_components_and_regular_expressions_the_start(
     assert not any(map(exact.match, others))
 
 
-def test_thousands_of_names_are_looked_up_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {number: [f"layers.{number // 64}.experts.{number % 64}.up"] for number in range(4096)}
-    names |= {4096: ["up"], 4097: ["up.base", "x.layers.0.experts.0.up"], 4098: ["layers.1"]}
-    texts = [own[0] for own in names.values()] + ["experts.3.up", r".*\.7\.up"]
-    patterns, tried = [NamePattern.parse(text) for text in texts], []
-    match = NamePattern.match
-    monkeypatch.setattr(NamePattern, "match", lambda own, name: tried.append(name) or match(own, name))  # type: ignore[func-returns-value]
-    found = matching(patterns, names)
-    assert len(tried) == len(names) + 1  # by the regular expression
-    assert found[3] == [3, 4099] and found[7] == [7, 4100] and found[64 + 3] == [64 + 3, 4098, 4099]
-    # The full name of a module is no end of another's.
-    assert found[0] == [0] and found[4096] == [4096] and found[4097] == [4096, 4097]
-
-
 HALF, WHOLE = BlockSparseConfig(0.5, 16), BlockSparseConfig(1.0, 16)
 CHOICES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
     (HALF, {"layers": "down"}, {"blocks.0.down": 0.5}),
@@ -266,24 +248,6 @@ def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
         with pytest.raises(InvalidArgumentError, match=next(iter(options))):
             patcher.add_pattern("0", {"pattern": pattern, **options})
     patcher.add_pattern("0", {"pattern": pattern, "nm": (2, 4), "block_shape": 16})  # the pattern's counts
-
-
-def test_block_shape_has_one_default() -> None:
-    owners = [getattr(tilesparse, name) for name in tilesparse.__all__]
-    owners += [tilesparse.model, BlockSparseConfig, Product]
-    modules = [owner for owner in owners if inspect.ismodule(owner)]
-    owners += [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
-    owners = [one for one in owners if not (inspect.isclass(one) and issubclass(one, Exception))]
-    functions = [member for owner in owners if inspect.isclass(owner) for member in vars(owner).values()]
-    found = set()
-    for function in [*owners, *(getattr(one, "__func__", one) for one in functions)]:
-        if inspect.isfunction(function) or inspect.isclass(function):
-            shape = inspect.signature(function).parameters.get("block_shape")
-            if shape is not None and shape.default not in (shape.empty, None):
-                found.add((function.__name__, check_block_shape(shape.default)))
-    assert {shape for _, shape in found} == {(64, 64)}
-    assert {"BlockSparseLinear", "from_linear", "BlockSparseConfig", "Product"} <= {name for name, _ in found}
-    assert DEFAULT_OPTIONS["block_shape"] == (64, 64)
 
 
 def gappy() -> Tensor:

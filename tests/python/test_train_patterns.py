@@ -498,19 +498,6 @@ def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
         torch.testing.assert_close(one.weight, other.weight)
 
 
-def test_copies_of_a_model_are_not_observed() -> None:
-    model = make()
-    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
-    twin = copy.deepcopy(model)
-    first = model[0]._observe
-    assert first is not None and twin[0]._observe is None
-    later = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
-    schedule.remove()
-    assert model[0]._observe not in (None, first)
-    later.remove()
-    assert model[0]._observe is None
-
-
 def test_schedules_are_not_copied() -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -521,20 +508,6 @@ def test_schedules_are_not_copied() -> None:
         for copied in (copy.deepcopy, pickle.dumps):
             with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
                 copied(one)
-
-
-def test_observed_models_are_differentiated_by_functions() -> None:
-    model = make()
-    PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1, grow="gradient")
-    parameters, x = dict(model.named_parameters()), randn(3, IN, dtype=torch.float32)
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, parameters, x).square().sum()
-
-    gradients = torch.func.grad(loss)(parameters)
-    loss(parameters).backward()
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(gradients[name], parameter.grad)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -655,23 +628,6 @@ def norms_are_averaged(rank: int) -> None:
     torch.testing.assert_close(norms["0"], (alone[0] + alone[1]) / 2, rtol=1e-4, atol=1e-6)
 
 
-def norms_of_mixed_precision(rank: int) -> None:
-    torch.manual_seed(0)
-    model = make(device=here())
-    synchronize_patterns(model)
-    wide, narrow = (torch.float64, torch.float32) if here() == "cpu" else (torch.float32, torch.bfloat16)
-    model[0].to(narrow)
-    model[2].to(wide)
-    schedule = PatternSchedule(
-        model, torch.optim.SGD(model.parameters(), lr=RATE), every=2, grow="gradient", fraction=0.5
-    )
-    for _ in range(2):
-        x = torch.ones(2, IN, dtype=narrow, device=here())
-        model[2](model[0](x).to(wide)).sum().backward()
-        schedule.step()
-    assert int(schedule.moved["0"]) > 0 and int(schedule.moved["2"]) > 0
-
-
 def gates_end_alike(rank: int) -> None:
     torch.manual_seed(0)
     model = make(device=here())
@@ -709,7 +665,7 @@ def sharded(rank: int) -> None:
 
 # Played with those of test_distributed: starting processes takes longer than all of them.
 SCENES = (
-    *(moving_together, norms_are_averaged, norms_of_mixed_precision, gates_end_alike, different_arguments),
+    *(moving_together, norms_are_averaged, gates_end_alike, different_arguments),
     sharded,
 )
 
