@@ -550,14 +550,14 @@ class Chain(nn.Module):
 
     def __init__(self, alias: bool = False) -> None:
         super().__init__()
-        blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(3))
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
         if alias:
             self.first = blocks[0]
         self.blocks = blocks
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = torch.tanh(block(x))
+            x = block(x)
         return x
 
 

@@ -210,7 +210,7 @@ def only_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled(self: Search, source: Tensor | None) -> Any:
         found = best(self, source)
         columns = None if source is None else self.factors(0.5, source)
-        return found._replace(alpha=0.5, columns=columns)
+        return found._replace(columns=columns)
 
     monkeypatch.setattr(Search, "best", scaled)
     monkeypatch.setattr(BlockSparseLinear, "to_storage", lambda self, *_, **__: self)
@@ -276,7 +276,7 @@ def test_clipping_lowers_the_error_of_large_weights_that_matter_little(
     for layer in (plain[0], plain[2]):
         layer.to_storage("int8", activations="int8")
     report = quantize_(clipped, W8A8, data)
-    assert report.layers[0].clipped > 0.8 and report.layers[0].error < 0.5 * report.layers[0].error_before
+    assert report.layers[0].error < 0.5 * report.layers[0].error_before
     with torch.no_grad():
         wrong = [float((each(data[0]) - made(data[0])).square().sum()) for each in (clipped, plain)]
     assert wrong[0] < 0.5 * wrong[1]
@@ -435,7 +435,7 @@ def test_weights_that_can_be_stored_stay_as_they_are(name: str) -> None:
     values[:, :, 0] = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0}[name]
     weight = BlockSparseMatrix(values, pattern).to_dense()
     found = rounded(weight, pattern, second_of(correlated(500)), name)
-    assert torch.equal(found.values, values) and found.error == 0 and found.clipped == 0
+    assert torch.equal(found.values, values) and found.error == 0
 
 
 @pytest.mark.parametrize("name", STORAGES)
@@ -477,7 +477,7 @@ def test_empty_patterns_and_rows_are_allowed() -> None:
     second = second_of(correlated(100))
     empty = BlockPattern.from_block_mask(torch.zeros(4, 8, dtype=torch.bool), block_shape=BLOCK)
     found = rounded(torch.zeros(OUT, IN), empty, second, "int4")
-    assert found.values.shape == (0, BLOCK, BLOCK) and found.error == 0 and found.clipped == 0
+    assert found.values.shape == (0, BLOCK, BLOCK) and found.error == 0
     mask = torch.ones(4, 8, dtype=torch.bool)
     mask[2] = False
     weight, _ = case(1.0)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from training import sparse
 
 from tilesparse import BlockSparseLinear
-from tilesparse.errors import InvalidArgumentError, UnsupportedError
+from tilesparse.errors import UnsupportedError
 from tilesparse.storage import two_of_four
-from tilesparse.train import MaskSchedule, set_nm_
+from tilesparse.train import MaskSchedule
 
 FEATURES = 64
 RATE, DECAY = 0.1, 0.25
@@ -83,26 +83,14 @@ def test_masks_are_chosen_every_few_steps(transposable: bool) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("with_closure", [False, True])
-def test_decay_is_that_of_the_papers(name: str, with_closure: bool) -> None:
+def test_decay_is_that_of_the_papers(name: str) -> None:
     model = make()
     twin = copy.deepcopy(model)
     optimizer, reference = OPTIMIZERS[name](model), OPTIMIZERS[name](twin)
     MaskSchedule(model, optimizer, every=2, decay=DECAY)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
-        return loss
-
     for step in range(4):
-        if with_closure:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-
+        backward(model, optimizer, step)
+        optimizer.step()
         backward(twin, reference, step)
         for layer in sparse(twin):
             layer.weight.grad += DECAY * (~layer.mask).double() * layer.weight.detach()
@@ -167,53 +155,22 @@ def test_back_to_plain_blocks_and_to_masks_again() -> None:
     schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY)
     train(model, optimizer, range(3))
     before = [tensor.clone() for tensor in state_of(model, optimizer) if tensor.dtype != torch.bool]
-    set_nm_(model, None)
-    assert all(layer.nm is None and layer.mask is None for layer in sparse(model))
+    for layer in sparse(model):
+        layer.set_nm(None)
     assert same(before, state_of(model, optimizer))
-
     twin = make(nm=None)
     twin.load_state_dict(model.state_dict())
     reference = OPTIMIZERS["adamw"](twin)
     reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, range(3, 5))  # as if there had never been a mask
     train(twin, reference, range(3, 5))
-    assert same(state_of(model, optimizer), state_of(twin, reference))
-    assert schedule.steps == 5
-
-    before = [tensor.clone() for tensor in state_of(twin, reference)]
-    set_nm_(model, (2, 4), transposable=True)
-    assert all(layer.transposable for layer in sparse(model))
-    after = [tensor for tensor in state_of(model, optimizer) if tensor.dtype != torch.bool]
-    assert same(before, after)
+    assert same(state_of(model, optimizer), state_of(twin, reference)) and schedule.steps == 5
+    for layer in sparse(model):
+        layer.set_nm((2, 4), transposable=True)
     train(model, optimizer, range(5, 6))
     assert same(masks_of(model), [two_of_four(one.weight.abs(), transposable=True) for one in sparse(model)])
-
-
-def test_layers_that_cannot_change_leave_all_as_they_are() -> None:
-    model = make(nm=None)
-    for options, nm, transposable, error, text in (
-        ({"block_shape": (32, 16)}, (2, 4), False, InvalidArgumentError, "layer '3': 2:4 is for bk of 32"),
-        (
-            {"block_shape": (16, 32)},
-            (2, 4),
-            True,
-            InvalidArgumentError,
-            "layer '3': transposable 2:4 is for bn",
-        ),
-        (
-            {"block_shape": 32, "nm": (2, 4), "storage": "compressed"},
-            None,
-            False,
-            UnsupportedError,
-            "layer '3'",
-        ),
-        ({"block_shape": 32}, (1, 4), False, InvalidArgumentError, "nm must be"),
-        ({"block_shape": 32}, None, True, InvalidArgumentError, "transposable must"),
-    ):
-        last: Any = BlockSparseLinear(FEATURES, FEATURES, **options)
-        with pytest.raises(error, match=text):
-            set_nm_(nn.Sequential(*model, last), nm, transposable=transposable)
-        assert all(layer.nm is None for layer in sparse(model))
+    with pytest.raises(UnsupportedError, match="without a closure"):
+        optimizer.step(lambda: 0.0)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -496,18 +495,6 @@ def test_compiled_training_goes_on_without_recompiling(grow: str) -> None:
     for one, other in zip(sparse(model), sparse(twin), strict=True):
         assert slots_of(one) == slots_of(other)
         torch.testing.assert_close(one.weight, other.weight)
-
-
-def test_schedules_are_not_copied() -> None:
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    schedule = PatternSchedule(model, optimizer, every=1)
-    lasso = GroupLasso(model, optimizer, strength=0.1)
-    gradual = Gradual(model, optimizer, density=0.25, steps=4, score="movement")
-    for one in (schedule, lasso, gradual):
-        for copied in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
-                copied(one)
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from ..calibrate.calibration import (
     check_model,
     collected,
 )
-from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
+from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..model.match import (
@@ -35,13 +35,6 @@ from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
 from ..nn.weight import is_sharded
 from .driver import Pruner
 
-# Names of layers within a feed-forward network: those that give hidden features, and the one that takes them.
-_FEED_FORWARD = (
-    ("gate_proj", "up_proj", "down_proj"),  # Llama and its likes
-    ("fc1", "fc2"),  # ViT, CLIP, OPT
-    ("c_fc", "c_proj"),  # GPT-2
-    ("intermediate.dense", "output.dense"),  # BERT, RoBERTa
-)
 ROUNDS = 8  # of a search
 DIFFERENCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number
 
@@ -61,24 +54,6 @@ class PermutationGroup:
     def __post_init__(self) -> None:
         if not isinstance(self.producers, tuple) or not self.producers:
             raise InvalidArgumentError(f"producers must be a tuple of names, got {shown(self.producers)}")
-
-    @classmethod
-    def find(cls, model: nn.Module) -> list[PermutationGroup]:
-        """Find the hidden dimensions of feed-forward networks by the names of a model's layers.
-
-        They are known in models of Transformers whose layers are named as those of Llama, BERT, RoBERTa, ViT,
-        CLIP, OPT or GPT-2. Modules are left out that have other parameters or buffers which may belong to
-        these features, and layers that share a weight. What else the code of a model does with features is
-        not seen; `tilesparse.prune.permute_` compares outputs.
-        """
-        found: list[PermutationGroup] = []
-        for name, module in model.named_modules():
-            for names in _FEED_FORWARD:
-                layers = [_below(module, each) for each in names]
-                if all(map(_is_dense, layers)) and not _may_have_others(module, layers):
-                    *producers, consumer = (f"{name}.{each}".lstrip(".") for each in names)
-                    found.append(cls(tuple(producers), consumer))
-        return [group for group in found if group._reason_against(model) is None]
 
     @torch.no_grad()
     def _reorder(self, model: nn.Module, order: Tensor) -> None:
@@ -101,8 +76,9 @@ class PermutationGroup:
         """Say why a model does not have this group, as far as shapes and owners of weights tell."""
         names = names_of_modules(model)
         owners = owners_of_parameters(names)
+        modules = dict(model.named_modules(remove_duplicate=False))
         for name in self._names():
-            layer = _below(model, name)
+            layer: Any = modules.get(name)
             if not _is_dense(layer) or is_sharded(layer.weight):
                 kind = type(layer).__name__
                 return f"{name!r} must be a dense linear layer with its own weight, got {kind}"
@@ -120,27 +96,12 @@ def _is_dense(layer: Any) -> bool:
     return linear and "weight" in layer._parameters and not is_stored_otherwise(layer.weight)
 
 
-def _below(module: nn.Module, name: str) -> Any:
-    """Return the module of a name in another, or None."""
-    found: nn.Module | None = module
-    for part in name.split("."):
-        found = None if found is None else found._modules.get(part)
-    return found
-
-
-def _may_have_others(module: nn.Module, layers: Sequence[Any]) -> bool:
-    """Return True if a tensor of a module, but for those of these layers, may belong to hidden features."""
-    theirs = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    features, tensors = dense_weight(layers[-1]).shape[1], (*module.parameters(), *module.buffers())
-    return any(features in tensor.shape for tensor in tensors if id(tensor) not in theirs)
-
-
 def permute_(
     model: nn.Module,
     config: BlockSparseConfig,
     batches: Iterable[Any],
     *,
-    groups: Sequence[PermutationGroup] | None = None,
+    groups: Sequence[PermutationGroup],
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
 ) -> Report:
@@ -157,16 +118,13 @@ def permute_(
         model: dense, on its device.
         config: what the layers are to become.
         batches: calibration data, as of `prune_`; so is ``forward``.
-        groups: None is all that `PermutationGroup.find` finds.
+        groups: of which each is reordered.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where matrices are computed; None is that of the model's first parameter.
     """
     check_model(model)
     config = checked_config("config", config)
-    found = PermutationGroup.find(model) if groups is None else list(groups)
-    if not found:
-        raise InvalidArgumentError("groups must be given: none is known of this model")
-    for group in found:
+    for group in groups:
         if not isinstance(group, PermutationGroup):
             raise InvalidTypeError(f"groups must be PermutationGroup, got {shown(group)}")
         reason = group._reason_against(model)
@@ -177,15 +135,9 @@ def permute_(
     data, call = collected(batches), forward or call_model
     done: list[Improvement] = []
     with observing(model), torch.no_grad():
-        first = call(model, data[0])
-        if not any(tensor.is_floating_point() for tensor in tensors_in(first)):
-            raise InvalidArgumentError(
-                f"model must give a floating-point tensor to compare, got {type(first).__name__}; forward "
-                "can give one"
-            )
-        layers = (layer for group in found for layer, _ in group._layers(model).values())
+        layers = (layer for group in groups for layer, _ in group._layers(model).values())
         with restoring(parameter for layer in layers for parameter in layer.parameters()) as before:
-            for group, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
+            for group, moments in _with_moments(model, data, call, groups, chosen_device(model, device)):
                 done.append(_improve(model, group, moments, config))
             for batch in data if any(one.kept for one in done) else ():
                 output = call(model, batch)

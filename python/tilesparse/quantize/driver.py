@@ -134,41 +134,35 @@ def _targets(
         if each is not None:
             _check_config(each)
     rules, names = rules_of(config, layers), names_of_modules(model)
-    places = matching([rule.layers for rule in rules], names)
-    configs = {module: rules[own[0]].options for module, own in places.items() if own}
     owners = owners_of_parameters(names)
+    options: dict[nn.Module, Any] = {}  # by which a module is quantized, or None
+    refusal = refusal_of(
+        names, lambda module: _reason_to_skip(module, owners, options[module].config), exclude, filter_fn
+    )
     targets: dict[str, BlockSparseConfig] = {}
     skipped: list[SkippedLayer] = []
     used: set[int] = set()  # places of rules that decide about a layer
-
-    def reason_not(module: nn.Module) -> str | None:
-        options = configs.get(module)
-        return STAYS_DENSE if options is None else _reason_to_skip(module, owners, options.config)
-
-    refusal = refusal_of(names, reason_not, exclude, filter_fn)
-    for module, options in configs.items():
-        if not (is_linear(module) or _stacked(module)):
+    for module, places in matching([rule.layers for rule in rules], names).items():
+        if not places or not (is_linear(module) or _stacked(module)):
             continue
-        name = names[module][0]
-        reason = refusal(name, module)
-        if reason is None and options is not None:
-            targets[name] = options.config
+        name, own = names[module][0], rules[places[0]].options
+        options[module] = own
+        reason = STAYS_DENSE if own is None else refusal(name, module)
+        if own is not None and reason is None:
+            targets[name] = own.config
         else:
             skipped.append(SkippedLayer(name, type(module).__name__, reason or STAYS_DENSE))
-        if name in targets or options is None:
-            used.update(place for place in places[module] if rules[place].options == options)
+        if own is None or reason is None:
+            used.update(place for place in places if rules[place].options == own)
     unused = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
-    if layers is None and isinstance(config, BlockSparseConfig):
-        unused = []
-    if unused or not targets:
+    why = "; ".join([*by_reason(skipped)][:3]) or "none is block-sparse"
+    if unused and (layers is not None or isinstance(config, Mapping)):
         argument = "config" if layers is None else "layers"
-        which = (
-            f"{argument} must each name a layer to quantize, got {unused[0]!r}"
-            if unused
-            else "model: no layer is left to quantize"
+        raise InvalidArgumentError(
+            f"{argument} must each name a layer to quantize, got {unused[0]!r} ({why})"
         )
-        why = "; ".join([*by_reason(skipped)][:3]) or "none is block-sparse"
-        raise InvalidArgumentError(f"{which} ({why})")
+    if not targets:
+        raise InvalidArgumentError(f"model: no layer is left to quantize ({why})")
     return targets, skipped
 
 

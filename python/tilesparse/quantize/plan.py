@@ -46,10 +46,7 @@ class QuantizedLayer:
         error: likewise, as the layer is now.
         tokens: of the calibration data that the layer has met; 0 of experts, whose tokens are not looked at.
         activations: as of `BlockSparseConfig`; None where the weight alone is quantized.
-        clipped: fraction of the scales, each of an output feature, or with weights alone of a row of a block,
-            that clip the largest weights.
         smoothed_by: the module that took the inverse of the scales of the layer's input, or None.
-        alpha: strength of the migration from activations into weights; None without.
         reason: why its input could not be smoothed, or None; None with weights alone.
         nearest: fraction of the output features whose weights are each rounded to the nearest. 1 with 8-bit
             activations; with weights alone those where no other rounding was better.
@@ -64,9 +61,7 @@ class QuantizedLayer:
     error: float
     tokens: int
     activations: str | None = None
-    clipped: float = 0.0
     smoothed_by: str | None = None
-    alpha: float | None = None
     reason: str | None = None
     nearest: float = 1.0
 
@@ -79,9 +74,7 @@ class QuantizedLayer:
             "density": f"{self.density:.3f}",
             "storage": storage_of(self.storage).describe(None, self.activations),
             "smoothed by": self.smoothed_by or "",
-            "alpha": "" if self.alpha is None else f"{self.alpha:g}",
             "nearest": f"{self.nearest:.0%}",
-            "clipped": f"{self.clipped:.0%}",
             "tokens": f"{self.tokens:,}" if self.tokens else "",
             "error before": f"{self.error_before:.2g}",
             "error": f"{self.error:.2g}",
@@ -192,8 +185,8 @@ def round_weights(task: Task, names: Sequence[str]) -> None:
             pattern = task.layer(name).pattern.to(task.device)
             found = rounded[name] = round_weight(weight, pattern, second, moment, task.storage(name))
             nearest = float(found.nearest.float().mean())
-            options = {"clipped": found.clipped, "nearest": nearest}
-            task.layers.append(task.note(name, found.error_before, found.error, moments.tokens(), **options))
+            errors = found.error_before, found.error
+            task.layers.append(task.note(name, *errors, moments.tokens(), nearest=nearest))
     for name, found in rounded.items():
         task.store(name, limits=found.limits, values=found.values)
 
@@ -223,16 +216,9 @@ class RoundedWeight(NamedTuple):
 
     values: Tensor  # [nnz, bn, bk] float32, rounded
     limits: Tensor  # [nnz, bn] float32, the magnitudes at which values are clipped
-    clipped: float  # fraction of the limits that are below the largest magnitude
     nearest: Tensor  # [out_features] bools: rows that are rounded to the nearest, as that was better
     error_before: float  # of all rows rounded to the nearest
     error: float
-
-
-class _Rounded(NamedTuple):
-    values: Tensor  # [nnz, bn, bk] float32
-    limits: Tensor  # [nnz, bn] float32
-    clipped: Tensor  # [nnz, bn] bools: limits below the largest magnitude
 
 
 def round_weight(
@@ -249,29 +235,29 @@ def round_weight(
     """
     blocks = kept_blocks(weight, pattern)
     limits = storage.limits_of(blocks)
-    plain = _Rounded(storage.rounded(blocks, limits), limits, limits < blocks.abs().amax(-1))
+    plain = storage.rounded(blocks, limits)
     with exact_products(weight.device):
-        found = _in_order(weight, pattern, moment, storage)
-        before, after = (_errors(weight, each.values, pattern, second) for each in (plain, found))
+        found, chosen = _in_order(weight, pattern, moment, storage)
+        before, after = (_output(weight - with_blocks(each, pattern), second) for each in (plain, found))
         size = float(_output(weight, second).sum())
     nearest = before < after
     of_blocks = nearest.view(-1, pattern.block_shape[0])[pattern.block_indices()[0].to(weight.device)]
-    clipped = torch.where(of_blocks, plain.clipped, found.clipped)
     return RoundedWeight(
-        torch.where(of_blocks[:, :, None], plain.values, found.values),
-        torch.where(of_blocks, plain.limits, found.limits),
-        float(clipped.float().mean()) if len(clipped) else 0.0,
+        torch.where(of_blocks[:, :, None], plain, found),
+        torch.where(of_blocks, limits, chosen),
         nearest,
         _over(float(before.sum()), size),
         _over(float(torch.minimum(before, after).sum()), size),
     )
 
 
-def _in_order(weight: Tensor, pattern: BlockPattern, moment: Damped, storage: QuantizedStorage) -> _Rounded:
-    """Return the weight rounded column by column."""
+def _in_order(
+    weight: Tensor, pattern: BlockPattern, moment: Damped, storage: QuantizedStorage
+) -> tuple[Tensor, Tensor]:
+    """Return blocks rounded column by column [nnz, bn, bk], and the limits of their rows [nnz, bn]."""
     bk = pattern.block_shape[1]
     rounded = torch.zeros_like(weight)
-    limits, largest = weight.new_zeros(2, len(weight), weight.shape[1] // bk)
+    limits = weight.new_zeros(len(weight), weight.shape[1] // bk)
     for rows, kept in supports(pattern, weight.device):
         columns = _largest_first(kept.view(-1, bk), moment.matrix.diagonal())
         matrix = moment.matrix[columns][:, columns]
@@ -281,15 +267,13 @@ def _in_order(weight: Tensor, pattern: BlockPattern, moment: Damped, storage: Qu
         for start in range(0, len(columns), bk):
             own, behind = slice(start, start + bk), slice(start + bk, None)
             group, number = left[:, own], int(columns[start]) // bk
-            of_rows = group.abs().amax(1).float()
-            tried = torch.stack([of_rows * ratio for ratio in CLIP_RATIOS])
+            tried = torch.stack([group.abs().amax(1).float() * ratio for ratio in CLIP_RATIOS])
             stored, errors, chosen = _best_of(group, tried, root[own, own], storage)
-            rounded[rows, columns[own]] = stored
-            largest[rows, number], limits[rows, number] = of_rows[:, None], chosen[:, None]
+            rounded[rows, columns[own]], limits[rows, number] = stored, chosen[:, None]
             left[:, behind] -= errors @ inverse[own, behind]
-    blocks = kept_blocks(rounded, pattern)
-    limits, largest = _of_blocks(limits, pattern), _of_blocks(largest, pattern)
-    return _Rounded(blocks, limits, limits < largest)
+    of_rows, of_columns = (places.to(limits.device) for places in pattern.block_indices())
+    limits = limits.view(-1, pattern.block_shape[0], limits.shape[1])[of_rows, :, of_columns]
+    return kept_blocks(rounded, pattern), limits
 
 
 def _largest_first(blocks: Tensor, sizes: Tensor) -> Tensor:
@@ -320,20 +304,9 @@ def _best_of(
     return stored[:, places].T, errors[:, places].T, each[places]
 
 
-def _errors(weight: Tensor, blocks: Tensor, pattern: BlockPattern, second: Tensor) -> Tensor:
-    """Return ‖X (w - ŵ)‖² / tokens [out_features] of a weight's rows."""
-    return _output(weight - with_blocks(blocks, pattern), second)
-
-
 def _output(weight: Tensor, second: Tensor) -> Tensor:
     weight = weight.double()
     return ((weight @ second) * weight).sum(1).clamp(min=0)
-
-
-def _of_blocks(of_rows: Tensor, pattern: BlockPattern) -> Tensor:
-    """Return [nnz, bn] of numbers [out_features, block columns]."""
-    rows, columns = (places.to(of_rows.device) for places in pattern.block_indices())
-    return of_rows.view(-1, pattern.block_shape[0], of_rows.shape[1])[rows, :, columns]
 
 
 def _over(error: float, size: float) -> float:

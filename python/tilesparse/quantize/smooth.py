@@ -202,9 +202,7 @@ def smooth(task: Task, names: Container[str], fixed: Container[str]) -> None:
                     found.before[name],
                     found.after[name],
                     samples.tokens,
-                    clipped=found.clipped[name],
                     smoothed_by=None if group.columns is None else group.producer,
-                    alpha=found.alpha,
                     reason=group.reason,
                 )
             )
@@ -273,10 +271,8 @@ class Found(NamedTuple):
     Errors are those of `QuantizedLayer`, before and after scaling and clipping.
     """
 
-    alpha: float | None  # strength of the migration
     columns: Tensor | None  # as of `ScaleGroup`
     limits: dict[str, Tensor]  # where weights are clipped, [out_features]
-    clipped: dict[str, float]  # fraction of these that are below the largest magnitude
     before: dict[str, float]
     after: dict[str, float]
 
@@ -300,19 +296,15 @@ class Search:
     def best(self, source: Tensor | None) -> Found:
         """Return the best of all strengths, and then of all clippings; without a source nothing is scaled."""
         before = self._errors(None)
-        alpha, columns, least = None, None, sum(before.values())
+        columns, least = None, sum(before.values())
         if source is not None:
             for candidate in ALPHAS:
                 factors = self.factors(candidate, source)
                 error = sum(self._errors(factors).values())
                 if error < least:
-                    alpha, columns, least = candidate, factors, error
+                    columns, least = factors, error
         limits = {name: self._limits(name, columns) for name in self._weights}
-        clipped = {
-            name: float((limit < self._weight(name, columns).abs().amax(-1)).float().mean())
-            for name, limit in limits.items()
-        }
-        return Found(alpha, columns, limits, clipped, before, self._errors(columns, limits))
+        return Found(columns, limits, before, self._errors(columns, limits))
 
     def factors(self, alpha: float, source: Tensor) -> Tensor:
         """Return factors of the weights' columns by which activations and weights share their range.

@@ -24,9 +24,10 @@ def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
 
 
-def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the closure given to a step of an optimizer, the first of ``args``; None without one."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
+def refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError where a step gets a closure: before it there are no gradients to read."""
+    if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+        raise UnsupportedError("optimizer must step without a closure, before which no gradients are there")
 
 
 def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
@@ -81,16 +82,6 @@ def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
         )
     inner = getattr(optimizer, "optimizer", None)
     return checked_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-class Uncopied:
-    """Base of what has hooks on an optimizer: copies lose hooks, so a copy would silently do nothing."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            f"{type(self).__name__}: it has hooks and cannot be copied or pickled; make another one, and "
-            "load the state_dict() into it if there is one"
-        )
 
 
 def check_optimized(layers: Layers, optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,6 @@ from ..nn.weight import has_peers, keep_blocks
 from ..storage.formats import storage_of
 from ._layers import (
     Layers,
-    Uncopied,
     check_keys,
     check_optimized,
     check_trainable,
@@ -347,7 +346,7 @@ class BlockGates:
         return compact_(self._model, optimizer)
 
 
-class GroupLasso(Uncopied):
+class GroupLasso:
     """Group lasso: pulls the norm of every block towards zero after each step of an optimizer.
 
     It is the proximal step of the penalty strength · √(bn · bk) · ‖W_b‖₂, summed over all blocks b (Yuan and

@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_compressible, checked_count, checked_number
-from ..config import check_nm
+from .._checks import checked_count, checked_number
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from ..nn.weight import check_whole
 from ._layers import (
-    Uncopied,
     check_keys,
     check_optimized,
-    check_plain_storage,
     check_plain_weight,
     checked_optimizer,
-    closure_of,
     gradient_of,
-    some_sparse_layers,
+    refuse_closure,
     sparse_layers,
 )
 
 
-def set_nm_(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
-    """Begin or end 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
-
-    Weights stay as they are, and so do the optimizer and its states. With None the layers have plain blocks
-    again, in which what was masked counts; with (2, 4) masks keep the weights of largest magnitude.
-
-    Args:
-        model: may be one layer.
-        nm: (2, 4) or None.
-        transposable: whether two of each four neighbours in a column are kept as well.
-
-    Raises:
-        UnsupportedError: a layer's storage is not "plain", or its weight is sharded.
-    """
-    check_nm(nm, transposable)
-    layers = some_sparse_layers(model)
-    for name, layer in layers.items():
-        check_whole(layer, "set_nm_")
-        check_plain_storage(name, layer)
-        if nm is not None:
-            check_compressible(f"model: layer {name!r}: 2:4", layer.block_shape)
-        if transposable:
-            check_compressible(f"model: layer {name!r}: transposable 2:4", layer.block_shape, transposed=True)
-    for layer in layers.values():
-        layer.set_nm(nm, transposable=transposable)
-
-
-class MaskSchedule(Uncopied):
+class MaskSchedule:
     """Schedule that updates 2:4 masks every few optimizer steps, and pulls masked weights towards zero.
 
     Gradients pass straight through the masks, so that a weight may come back. Without a decay masked weights
@@ -66,8 +34,8 @@ class MaskSchedule(Uncopied):
     Transformer Pre-training with 2:4 Sparsity", ICML 2024, who choose transposable masks every 40 steps, and
     the decay by how many bits of the masks flip).
 
-    It works by hooks of the optimizer, whose steps are called as before, with a closure or without; nothing
-    waits for a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is
+    It works by hooks of the optimizer, whose steps are called as before, without a closure; nothing waits for
+    a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is
     fused, where the host cannot know without waiting. Layers without masks are passed over.
 
     In several processes masks are equal where weights are. With ``broadcast_buffers=False`` the masks that
@@ -135,25 +103,9 @@ class MaskSchedule(Uncopied):
         if self.steps % self._every == 0:
             self.refresh()
 
-    def _decay_gradients(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
-    ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._add_to_gradients(optimizer)
-            return None
-
-        def decaying() -> Any:
-            loss = closure()  # before which there are no gradients
-            self._add_to_gradients(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], decaying, *args[2:]), kwargs
-        return args, kwargs | {"closure": decaying}
-
     @torch.no_grad()
-    def _add_to_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _decay_gradients(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_closure(args, kwargs)
         scale: Any = getattr(optimizer, "grad_scale", None)  # GradScaler's, where gradients still have it
         for name, layer, mask in self._masked():
             weight, grad = layer.weight, gradient_of(name, layer)

@@ -18,15 +18,14 @@ from ..nn.linear import BlockSparseLinear
 from ..nn.weight import declare_shared, has_peers, has_slots, is_shared, observe
 from ._layers import (
     Layers,
-    Uncopied,
     check_keys,
     check_optimized,
     check_trainable,
     checked_choice,
     checked_optimizer,
-    closure_of,
     gradient_of,
     precision_of,
+    refuse_closure,
     some_sparse_layers,
     sparse_layers,
 )
@@ -35,7 +34,7 @@ SCORES = ("magnitude", "movement")
 GROWTHS = ("random", "gradient")
 
 
-class PatternSchedule(Uncopied, torch.optim.Optimizer):
+class PatternSchedule(torch.optim.Optimizer):
     """Optimizer of patterns: moves blocks of `BlockSparseLinear` layers every few steps.
 
     Step it after the optimizer. **The "lr" of its parameter groups is the fraction of the blocks that are
@@ -160,10 +159,11 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         groups = state_dict["param_groups"]
         listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-        if not listed or [group.get("layers") for group in groups] != [[*self._layers]]:
+        names = [*self._layers]
+        if not listed or [group.get("layers") for group in groups] != [names]:
             raise InvalidArgumentError(
-                f"state_dict must have one group, of the layers {[*self._layers]}, got {groups}; a schedule of "
-                "a part of the model has that part's"
+                f"state_dict must have one group, of the layers {names}, got {groups}; make a schedule of "
+                "each part of the model"
             )
         checked_fraction("state_dict: lr", groups[0].get("lr"))
         seed = checked_seed(state_dict["seed"])
@@ -305,7 +305,7 @@ def magnitudes(layer: BlockSparseLinear) -> Tensor:
     return norms
 
 
-class Movement(Uncopied):
+class Movement:
     """Sums of -w · g over each block and over steps of an optimizer, of w and g before the step.
 
     A score is positive where gradient descent has moved a block's weights away from zero (Sanh et al.,
@@ -342,11 +342,7 @@ class Movement(Uncopied):
 
     @torch.no_grad()
     def _add(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None:
-            raise UnsupportedError(
-                "optimizer must step without a closure, since movement is summed before a step, when "
-                "a closure has not computed any gradient yet"
-            )
+        refuse_closure(args, kwargs)
         scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         for name, layer in self._layers.items():
             weight, gradient = layer.weight, gradient_of(name, layer)
