@@ -44,7 +44,6 @@ from .stream import (
     ForwardEnded,
     Input,
     Stream,
-    call_apart,
     check_batches,
     checked_batch,
     device_of,
@@ -62,12 +61,10 @@ _MOST_DAMPING = 1e6
 
 
 class Moments:
-    """Sums over the tokens that a layer has met, in float64.
+    """Sums over the tokens that a layer has met, in float64, of its inputs X and of X₀ in the dense model.
 
-    They are sums of its inputs X, of X₀, which these are in the dense model, and with ``compare`` of their
-    products XᵀX and X₀ᵀX, computed in float32, or float64 for inputs in that. All are of inputs less
-    ``origin`` [features], else their mean in the first call: nothing is lost where these vary little about
-    a large mean.
+    Products XᵀX, and with ``compare`` X₀ᵀX, are computed in float32, or float64 for inputs in that, of inputs
+    less ``origin`` [features], else their mean in the first call: nothing is lost where these vary little.
     """
 
     def __init__(
@@ -75,36 +72,34 @@ class Moments:
     ) -> None:
         options: Any = {"dtype": torch.float64, "device": device}
         self._products = torch.zeros(features, features, **options)
-        self._sums, self._origin = torch.zeros(features, **options), torch.zeros(features, **options)
         self._across = torch.zeros(features, features, **options) if compare else None
-        self._dense_sums, self._dense_origin = self._sums.clone(), self._origin.clone()
+        self._sums, self._dense_sums = torch.zeros(2, features, **options)
         self._tokens, self._prior = torch.zeros((), **options), torch.zeros((), **options)
-        self._fixed = origin
+        self.origin = origin  # that is subtracted, once there were any inputs
         self._finite: dict[int, Tensor] = {}
 
     def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
         """Add the inputs x [..., features] of one call in a batch; nothing waits for a GPU.
 
-        ``dense`` is what x is in the dense model; of another shape, or None, it has other tokens, and x
-        counts in its place. ``keep`` are bools [...], False for tokens that do not count; of another shape
-        they are for other tokens.
+        ``dense`` is what x is in the dense model, and ``keep`` are bools [...], False for tokens that do not
+        count; those of other shapes are for other tokens, and are passed over.
         """
         if dense is None or dense.shape != x.shape:
             dense = x
         if keep is None or keep.shape != x.shape[:-1]:
             keep = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         keep = keep.to(self._sums.device).reshape(-1, 1)
-        if not self._finite:
-            self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)
-            if self._fixed is not None:
-                self._origin = self._fixed
+        if self.origin is None:
+            rows = self._rows(x, keep, torch.zeros_like(self._sums))
+            mean = rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)
+            self.origin = mean.to(rows.dtype).double()
         self._tokens += keep.sum()
-        x = self._rows(x, keep, self._origin)
+        x = self._rows(x, keep, self.origin)
         sums = x.sum(0, dtype=torch.float64)
         with exact_products(x.device):
             self._products += x.T @ x
             if self._across is not None:
-                dense = self._rows(dense, keep, self._dense_origin)
+                dense = self._rows(dense, keep, self.origin)
                 self._across += dense.T @ x
                 self._dense_sums += dense.sum(0, dtype=torch.float64)
         self._sums += sums
@@ -114,16 +109,6 @@ class Moments:
         """Return [tokens, features] less the origin; zeros for tokens that do not count."""
         x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
         return torch.where(keep, x.reshape(-1, x.shape[-1]) - origin.to(x.dtype), 0)
-
-    def _mean_of(self, x: Tensor, keep: Tensor) -> Tensor:
-        """Return the mean over tokens that count, as a number of the inputs' dtype."""
-        rows = self._rows(x, keep, torch.zeros_like(self._origin))
-        return (rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)).to(rows.dtype).double()
-
-    @property
-    def origin(self) -> Tensor:
-        """Mean that is subtracted from inputs [features], once there were any."""
-        return self._origin
 
     @property
     def _weight(self) -> Tensor:
@@ -140,7 +125,7 @@ class Moments:
         other._products = self._products + share * others._products
         other._sums = self._sums + share * others._sums
         # As if there were none where all tokens are masked.
-        other._origin, other._prior = others._origin, strength * others._tokens.clamp(max=1)
+        other.origin, other._prior = others.origin, strength * others._tokens.clamp(max=1)
         other._finite = {**others._finite}
         return other
 
@@ -171,11 +156,11 @@ class Moments:
 
     def mean(self) -> Tensor:
         """Return the mean of X [features]."""
-        return self._sums / self._weight + self._origin
+        return self._sums / self._weight + (0 if self.origin is None else self.origin)
 
     def dense_mean(self) -> Tensor:
         """Return the mean of X₀ [features], where there are any."""
-        return self._dense_sums / self._weight + self._dense_origin
+        return self._dense_sums / self._weight + (0 if self.origin is None else self.origin)
 
     def reordered(self, order: Tensor) -> Moments:
         """Return the moments of the same inputs with features in another order: order[i] becomes i."""
@@ -183,7 +168,7 @@ class Moments:
         other._products, other._sums = self._products[order][:, order], self._sums[order]
         other._across = None if self._across is None else self._across[order][:, order]
         other._dense_sums = self._dense_sums[order]
-        other._origin, other._dense_origin = self._origin[order], self._dense_origin[order]
+        other.origin = None if self.origin is None else self.origin[order]
         return other
 
 
@@ -254,10 +239,8 @@ class _Projection(nn.Module):
 class LinearExperts(nn.Module):
     """Dense experts as `torch.nn.Linear` of the same memory.
 
-    Attributes:
-        dense: the module whose parameters they are parts of.
-        tokens: the rows of ``hidden_states`` that the expert at work gets, while the layer runs.
-        rows: how many there are.
+    ``tokens`` are the rows of ``hidden_states`` that the expert at work gets, of ``rows``, while the layer
+    runs.
     """
 
     dense: Any
@@ -354,27 +337,17 @@ def joined(
     }
     for name, layers in experts.items():
         configs = {key: config for key, config in targets.items() if projection_of([name], key) is not None}
+        projections = []
+        for own in layers.names if configs else ():
+            whole = f"{name}.{own}"
+            of_this = (config for key, config in configs.items() if key.rpartition(".")[0] == whole)
+            config = next(of_this, next(iter(configs.values())))
+            children = layers.get_submodule(own).named_children()
+            each = [made.get(f"{whole}.{key}") or _whole(linear, config) for key, linear in children]
+            projections.append(ExpertsLinear.from_layers(each))
         if configs:
-            projections = [
-                _joined(f"{name}.{one}", layers.get_submodule(one), made, configs) for one in layers.names
-            ]
             found[name] = experts_like(layers.dense, *projections)
     return found
-
-
-def _joined(
-    name: str,
-    projection: nn.Module,
-    made: Mapping[str, BlockSparseLinear],
-    configs: Mapping[str, BlockSparseConfig],
-) -> ExpertsLinear:
-    own = (config for key, config in configs.items() if key.rpartition(".")[0] == name)
-    config = next(own, next(iter(configs.values())))
-    layers = []
-    for number, linear in projection.named_children():
-        layer = made.get(f"{name}.{number}")
-        layers.append(_whole(linear, config) if layer is None else layer)
-    return ExpertsLinear.from_layers(layers)
 
 
 def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
@@ -414,10 +387,10 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 class Calibration:
     """Calibration data on their way through a model in evaluation mode, of which nothing changes.
 
-    Where the model has a stack of blocks, each of which takes what the one before gives, the data wait before
-    the first block and go on block by block; each block is a unit. What lies outside is the last unit, and
-    runs with the model as a whole. `units` and `groups` walk along; all other methods run the unit at hand.
-    With ``compare`` the data go through the dense model beside the changed one.
+    Where the model has a stack of blocks, the data wait before the first and go on block by block; each is a
+    unit. What lies outside is the last unit, and runs with the whole model. `units` and `groups` walk along;
+    all other methods run the unit at hand. With ``compare`` the data go through the dense model beside the
+    changed one.
     """
 
     def __init__(
@@ -431,7 +404,8 @@ class Calibration:
     ) -> None:
         self._model, self._batches, self._forward, self._device = model, batches, forward, device
         self._layers, self._compare = layers, compare
-        self._keep = [moved(_kept_tokens(batch), device) for batch in batches]
+        masks = (mask_of(batch) for batch in batches)  # of padding, [sequences, tokens]
+        self._keep = [None if mask is None else moved(mask != 0, device) for mask in masks]
         self.stack: str | None = None
         self._blocks: list[str] = []
         self._block: str | None = None  # the unit at hand; None is the model
@@ -471,8 +445,8 @@ class Calibration:
     ) -> Iterator[list[str]]:
         """Yield layers in the order in which they run, those with the same input together.
 
-        ``changed(layers)`` gives tensors in place of the model's own, by their names, for layers that were
-        yielded before: what comes after them runs with these.
+        What comes later runs with the tensors by name that ``changed`` gives for layers that were yielded
+        before.
         """
         done: list[str] = []
         progress = Progress(len(self._layers))
@@ -513,8 +487,8 @@ class Calibration:
     ) -> Any:
         """Run the unit on the first batch, with some parameters in place of its own; return its output.
 
-        ``note(name, x)`` is called at each call of a layer. The first call of the layer ``until`` ends the
-        run; there is no output then.
+        ``note(name, x)`` is called at each call of a layer; the first call of ``until`` ends the run, without
+        output.
         """
 
         def tell(name: str, x: Tensor) -> None:
@@ -526,11 +500,7 @@ class Calibration:
             return next(self._results(self._block, parameters or {}))
 
     def visit(self, layers: Sequence[str], note: Callable[[str, Tensor, int, Tensor | None], None]) -> None:
-        """Run the unit on all batches.
-
-        ``note(name, x, number, keep)`` is called at each call of a layer: with its input, the number of the
-        batch, and which of its tokens count, [sequences, tokens] of bools or None.
-        """
+        """Run the unit on all batches; ``note(name, x, number, keep)`` is called at each call of a layer."""
         number = 0
         with self._listening(layers, lambda name, x: note(name, x, number, self._keep[number])):
             for current, _ in enumerate(self._results(self._block, self._parameters), 1):
@@ -623,20 +593,6 @@ class Calibration:
             with swapped(self._model, given), visiting(blocks, self._device, home):
                 output = self._forward(self._model, batch)
             yield output
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a mapping as keywords, a tuple or list as arguments, anything else as the argument.
-
-    Tensors are copies, which the model may write to, on the device of its first parameter.
-    """
-    return call_apart(model, batch)
-
-
-def _kept_tokens(batch: Any) -> Tensor | None:
-    """Return which tokens of a batch are not padding: bools [sequences, tokens]."""
-    mask = mask_of(batch)
-    return None if mask is None else mask != 0
 
 
 def check_model(model: nn.Module) -> None:

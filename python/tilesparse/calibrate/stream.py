@@ -125,10 +125,7 @@ class Stream:
 
     @torch.no_grad()
     def results(self, block: str, parameters: Mapping[str, Tensor] | None = None) -> Iterator[Any]:
-        """Run the next block on one batch after the other, on the device.
-
-        ``parameters``: tensors in place of the model's own, by their names in the model.
-        """
+        """Run the next block on one batch after the other, on the device, with some parameters by name."""
         module = self._model.get_submodule(block)
         # By identity: the model may know a layer by another name than that of the block and its own in it.
         new: dict[Tensor, Tensor] = {
@@ -233,10 +230,7 @@ class Call:
 
 
 def first_of(output: Any) -> Any:
-    """Return the tensor of a module's output, or the first entry of a tuple or mapping that is no scalar.
-
-    The loss of a model is one, which comes first where a batch has labels.
-    """
+    """Return a module's output, or the first entry of a tuple or mapping that is no scalar loss."""
     if not isinstance(output, Mapping | tuple | list) or not output:
         return output
     entries = [*(output.values() if isinstance(output, Mapping) else output)]
@@ -269,8 +263,8 @@ def same(a: Any, b: Any) -> bool:
 def differences(output: Any, expected: Any) -> list[tuple[torch.dtype, float]]:
     """Return the relative differences of the floating-point tensors of two outputs, with their dtypes.
 
-    Scalars, such as a loss, count only where there is nothing else. Without any tensor, or with tensors of
-    other shapes, the difference is infinite; NaN and infinities are equal to each other.
+    Scalars, such as a loss, count only where there is nothing else. NaN and infinities equal each other;
+    tensors of other shapes, or none at all, differ by infinity.
     """
     ours, theirs = (
         [tensor for tensor in tensors_in(one) if tensor.is_floating_point()] for one in (output, expected)
@@ -307,10 +301,7 @@ def _without_caches(value: Any) -> Any:
 
 
 def call(model: nn.Module, batch: Any, **options: Any) -> Any:
-    """Return ``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, else ``model(batch)``.
-
-    The model gets mappings and lists of its own: sentence-transformers writes results into its features.
-    """
+    """Return ``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, else ``model(batch)``."""
     batch = _in_other_containers(batch)
     try:
         if isinstance(batch, Mapping):
@@ -362,8 +353,8 @@ def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return a tuple, list or mapping with the function applied to its items; other values as they are.
 
-    `torch.utils._pytree.tree_map` does so for types that are registered alone: it leaves the tensors of a
-    BatchEncoding, which tokenizers give, a UserDict and subclasses of dict and list where they are.
+    `torch.utils._pytree.tree_map` leaves the tensors of a BatchEncoding, which tokenizers give, where they
+    are.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(function, value))
@@ -407,10 +398,7 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Return names of modules that may be stacks of blocks with layers, the most promising first.
-
-    A stack is the better, the more of the layers are not in its largest item.
-    """
+    """Return names of modules that may be stacks of blocks with layers, the most promising first."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -440,10 +428,7 @@ def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Have a model hold other tensors in place of some parameters and buffers, under all of their names.
-
-    `torch.func.functional_call` would leave them in a module that is registered under two names.
-    """
+    """Have a model hold other tensors in place of some parameters and buffers, under all of their names."""
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (held, name, tensor)
         for module in model.modules()
@@ -547,11 +532,11 @@ class Input(NamedTuple):
 def recording(
     children: Mapping[nn.Module, Iterable[str]],
 ) -> Iterator[dict[nn.Module, dict[str, list[object]]]]:
-    """Record with what modules call their children, given by name.
+    """Record with what modules call their children, given by name, in the order of first calls.
 
-    Yields of each module and each child an entry for every call of the module: equal for children that it
-    called once, with the same tensor as their only argument; None for a child that it did not call. Children
-    are in the order of their first calls; one that was called in any other way is left out.
+    Yields for each module and child an entry per call of the module: equal for children that it called once,
+    with the same tensor as their only argument; None for one not called. Children called otherwise are left
+    out.
     """
     found: dict[nn.Module, dict[str, list[object]]] = {
         module: {name: [] for name in names} for module, names in children.items()

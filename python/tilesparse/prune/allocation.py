@@ -15,14 +15,13 @@ from .._checks import aligned, as_number
 from ..calibrate.calibration import (
     Calibration,
     Forward,
-    call_model,
     check_model,
     collected,
     expanded,
     tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.stream import chosen_device, observing
+from ..calibrate.stream import call_apart, chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..model.match import (
@@ -256,7 +255,7 @@ def measure_errors(
         profiles: dict[str, dict[BlockSparseConfig, float]] = {}
         tokens: dict[str, int] = {}
         with observing(model):
-            calibration = Calibration(model, data, forward or call_model, order, device)
+            calibration = Calibration(model, data, forward or call_apart, order, device)
             for group in calibration.groups():
                 for name, moments in calibration.moments(group):
                     with naming_layer(name):

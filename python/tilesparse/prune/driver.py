@@ -32,7 +32,6 @@ from ..calibrate.calibration import (
     Damped,
     Forward,
     Moments,
-    call_model,
     check_model,
     collected,
     damped,
@@ -44,7 +43,7 @@ from ..calibrate.calibration import (
     tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.stream import chosen_device, observing
+from ..calibrate.stream import call_apart, chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.match import (
@@ -78,11 +77,7 @@ _CPU_WORKSPACE = 1 << 29  # bytes; fixed, so that results do not depend on what 
 
 
 class Solution(NamedTuple):
-    """Pruned layer: tensors on the host, and the error of its output.
-
-    `error` is that of the layer as it is stored, `error_before` that of the same blocks with the dense
-    weights, both relative, see `ErrorProfiles`. `tokens` is how many were counted.
-    """
+    """Pruned layer on the host, with its errors, damping and tokens as in `PrunedLayer`."""
 
     pattern: BlockPattern
     values: Tensor  # [nnz, bn, bk]
@@ -182,10 +177,9 @@ class Pruner:
 
 
 def scores_of(weight: Tensor, block_shape: tuple[int, int], input_norms: Tensor | None = None) -> Tensor:
-    """Return float32 scores [R, C] of blocks: their Frobenius norms, or with norms of inputs Wanda's.
+    """Return float32 scores [R, C] of blocks: Frobenius norms, or with norms of inputs Wanda's, Σ |W| · ‖X‖.
 
-    That is the sum of |W| · ‖X‖ over a block (Sun et al., "A Simple and Effective Pruning Approach for Large
-    Language Models", ICLR 2024, who rank the weights of one output; blocks are ranked among all of a layer).
+    (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024.)
     """
     weight = weight.float()
     of_weights = weight.square() if input_norms is None else weight.abs() * input_norms.float()
@@ -217,8 +211,7 @@ class Elimination(NamedTuple):
     def pattern(self, kept: int, block_shape: tuple[int, int]) -> BlockPattern:
         """Return the blocks that stay when all but so many are removed, where they cost least.
 
-        Rows lose blocks in their order, each at the highest cost so far in its row: otherwise a cheap block
-        would not be reached behind an expensive one.
+        Rows lose blocks in their order, each at the highest cost so far in its row.
         """
         rows, cols = self.order.shape
         height = self.costs.cummax(1).values.flatten()
@@ -232,10 +225,9 @@ class Elimination(NamedTuple):
 def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> Elimination:
     """Remove all blocks of a weight, those that cost least first; the result is on the host.
 
-    All block rows lose as many blocks in a round, `GROUP` of what they have left, and a number of them that
-    fits into memory is computed together, in float32, or float64 where that fails. Costs within a round come
-    from one factorisation, and so are exact: their sum over the first blocks of a row is what a refit without
-    them leaves.
+    All block rows lose as many blocks in a round, `GROUP` of what they have left. Costs within a round come
+    from one factorisation, in float64 where float32 fails, and are exact: those of the first blocks of a row
+    sum up to what a refit without them leaves.
     """
     (_, in_features), (bn, bk), (rows, cols) = check_shapes(weight.shape, block_shape)
     block_rows = weight.float().reshape(rows, bn, in_features)
@@ -324,8 +316,7 @@ def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) ->
 def solve_masked(weight: Tensor, moment: Damped, mask: Tensor) -> Tensor:
     """Return Ŵ [out_features, in_features] in float64, zero where a mask of elements says so.
 
-    Every row has a support of its own, and needs a factor of its own. Rows with equally many weights are
-    solved together, as those of one block row are with 2:4.
+    Every row has a factor of its own; rows with equally many weights are solved together.
     """
     cross = weight.double() @ moment.matrix
     solution = torch.zeros_like(cross)
@@ -476,7 +467,7 @@ def prune_(
             check_can_change(model)
             with observing(model):
                 calibration = Calibration(
-                    model, data, forward or call_model, [*targets], chosen_device(model, device), refit
+                    model, data, forward or call_apart, [*targets], chosen_device(model, device), refit
                 )
 
                 def changed(names: Sequence[str]) -> dict[str, Tensor]:

@@ -15,11 +15,10 @@ from ..calibrate.calibration import (
     Forward,
     Improvement,
     Moments,
-    call_model,
     check_model,
     collected,
 )
-from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped
+from ..calibrate.stream import call_apart, chosen_device, differences, observing, restoring, swapped
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..model.match import (
@@ -132,7 +131,7 @@ def permute_(
             raise InvalidArgumentError(f"groups must fit the model: {reason}")
         for name, (layer, _) in group._layers(model).items():
             checked_configs("config", name, [config], shape_of(layer))
-    data, call = collected(batches), forward or call_model
+    data, call = collected(batches), forward or call_apart
     done: list[Improvement] = []
     with observing(model), torch.no_grad():
         layers = (layer for group in groups for layer, _ in group._layers(model).values())

@@ -122,10 +122,7 @@ class Task:
     def store(
         self, name: str, parameters: Mapping[str, Tensor] | None = None, **options: Any
     ) -> BlockSparseLinear:
-        """Make a layer of the same tensors, but for some parameters, in its new storage.
-
-        ``options`` are other arguments of `BlockSparseLinear.to_storage`.
-        """
+        """Store a layer of the same tensors, but for some parameters; ``options`` as of `to_storage`."""
         layer, config = self.layer(name), self.configs[name]
         other: BlockSparseLinear = copy(layer)
         own = other.__dict__
@@ -147,10 +144,9 @@ class Task:
 
 
 def inverse_norms(outputs: Tensor) -> Tensor:
-    """Return 1 / ‖y‖ [..., 1] of outputs [..., features], by which tokens count alike; 0 where y = 0.
+    """Return 1 / ‖y‖ [..., 1] of outputs [..., features], 0 where y = 0, by which tokens count alike.
 
-    Language models have a few tokens whose activations are a thousand times those of others. Sums of squares
-    would be about these alone.
+    A few tokens of language models have activations a thousand times those of others, and would decide alone.
     """
     norms = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
     return torch.where(norms > 0, 1 / norms, 0)
@@ -230,8 +226,8 @@ def round_weight(
 ) -> RoundedWeight:
     """Round a weight W [out_features, in_features] float32 by the moments of its inputs, XᵀX / tokens.
 
-    Errors are measured by ``second``; ``moment`` is the same, damped, by which columns make up for others. No
-    row is worse than rounded to the nearest.
+    Errors are measured by ``second``, and made up for by ``moment``, which is damped. No row is worse than
+    rounded to the nearest.
     """
     blocks = kept_blocks(weight, pattern)
     limits = storage.limits_of(blocks)
@@ -286,10 +282,9 @@ def _largest_first(blocks: Tensor, sizes: Tensor) -> Tensor:
 def _best_of(
     group: Tensor, limits: Tensor, root: Tensor, storage: QuantizedStorage
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round the rows of a block [n, bk] by each of some limits [tried, n]; keep for each what costs least.
+    """Round the rows of a block [n, bk] by each of some limits [tried, n], and keep what costs least.
 
-    Returns rounded rows float32 [n, bk], (w - ŵ) R_jj [n, bk] of each column as it was when it was rounded,
-    and limits [n]. ``root`` is R of these columns [bk, bk].
+    Returns rows float32 [n, bk], (w - ŵ) R_jj [n, bk] of each column, and limits [n]. ``root`` is R [bk, bk].
     """
     tried, (n, bk) = len(limits), group.shape
     left, each = group.T.repeat(1, tried), limits.flatten()  # columns lie in one piece so

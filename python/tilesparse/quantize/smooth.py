@@ -28,15 +28,10 @@ _DIFFERENCE = 4  # of outputs that count as equal, relative, over the rounding u
 class ScaleGroup:
     """Layers with the same input, and where its features come from.
 
-    Attributes:
-        layers: names of the linear layers with this input, in the order in which they run.
-        producer: the name of the module whose rows are the features, or None.
-        start: the first of these rows.
-        source: [in_features] of integers on the CPU: which row, counted from start, a feature comes from; -1
-            where the feature is always 0. None without a producer.
-        reason: why there is no producer, or None.
-        columns: [in_features] factors of the columns of all weights, powers of two; the producer's rows have
-            their inverse. None where nothing is scaled.
+    ``source`` [in_features] on the CPU is the row of the producer, counted from ``start``, that a feature
+    comes from; -1 where it is always 0. ``columns`` [in_features] are factors of the columns of all weights,
+    powers of two, by whose inverse the producer's rows are multiplied; None where nothing is scaled, for a
+    ``reason`` if there is no producer.
     """
 
     layers: tuple[str, ...]
@@ -48,10 +43,7 @@ class ScaleGroup:
 
 
 class GroupFinder:
-    """Search for the scale groups of the unit at hand of a calibration, which runs on the first batch.
-
-    ``layers`` are names of the linear layers and norms in it; ``against`` says why some cannot be scaled.
-    """
+    """Search for the scale groups of the unit at hand, by running it on the first batch."""
 
     def __init__(
         self,
@@ -84,29 +76,21 @@ class GroupFinder:
         for name in layers:
             if name in self._against:
                 return ScaleGroup(layers, reason=f"{name}: {self._against[name]}")
-        seen: list[str] = []
+        reason = "no module before it can take its scales"
         for producer, start, stop in self._candidates(layers[0]):
-            source = None
-            if producer not in self._against:
-                source = self._source(producer, start, stop, layers[0])
-            if source is None:
-                continue
-            group = ScaleGroup(layers, producer, start, source)
-            if self._keeps_output(group):
-                return group
-            seen.append(producer)
-        reason = (
-            f"something else reads what {seen[0]} gives"
-            if seen
-            else "no module before it can take its scales"
-        )
+            source = self._source(producer, start, stop, layers[0])
+            if source is not None:
+                group = ScaleGroup(layers, producer, start, source)
+                if self._keeps_output(group):
+                    return group
+                reason = f"something else reads what {producer} gives"
         return ScaleGroup(layers, reason=reason)
 
     def _candidates(self, layer: str) -> Iterator[tuple[str, int, int]]:
         """Yield modules that run before a layer, the last one first, and which of their rows may count."""
         features = sizes_of(self._model.get_submodule(layer))[1]
         before = list(self._inputs)[: list(self._inputs).index(layer)]
-        for name in reversed(before):
+        for name in (name for name in reversed(before) if name not in self._against):
             module = self._model.get_submodule(name)
             rows = sizes_of(module)[0]
             for parts in _PARTS if is_linear(module) else _PARTS[:1]:
@@ -170,10 +154,7 @@ _LIMITS = {2: 3e-2, 4: 1e-4, 8: 1e-6}  # by bytes of a number
 
 
 def smooth(task: Task, names: Container[str], fixed: Container[str]) -> None:
-    """Store layers with the scales of their inputs and the limits of their weights that are best.
-
-    ``fixed`` are layers whose weights nothing may scale.
-    """
+    """Store layers with the best scales and limits; nothing scales the weights of those in ``fixed``."""
     modules = [name for name, one in task.model.named_modules() if is_linear(one) or is_norm(one)]
     against = _reasons_against_scaling(task, modules, fixed)
     refused: dict[tuple[str, ...], ScaleGroup] = {}  # by their layers
@@ -240,8 +221,7 @@ def _harmful(
 ) -> list[tuple[ScaleGroup, str]]:
     """Return the groups whose scales change what the whole model gives for any batch, and why.
 
-    A group was found in one block on one batch: something outside of the block, or a branch that other
-    batches take, may read its input, too.
+    Something outside of a group's block, or a branch that other batches take, may read its input, too.
     """
 
     def keeps_outputs(groups: Sequence[ScaleGroup]) -> bool:
@@ -266,10 +246,7 @@ _SPAN = 16  # exponents of factors are within this of the largest
 
 
 class Found(NamedTuple):
-    """The best that was found for the layers of a group that are to be quantized, by their names.
-
-    Errors are those of `QuantizedLayer`, before and after scaling and clipping.
-    """
+    """The best for the layers of a group, by their names; errors are as of `QuantizedLayer`."""
 
     columns: Tensor | None  # as of `ScaleGroup`
     limits: dict[str, Tensor]  # where weights are clipped, [out_features]
@@ -278,10 +255,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """Search for the scales of one input, by the error of layers in 8 bits on some of its tokens.
-
-    ``weights`` are W [out_features, in_features] in float32 of the layers that are to be quantized, by name.
-    """
+    """Search for the scales of one input, by the error of layers in 8 bits on some of its tokens."""
 
     def __init__(
         self, samples: Samples, weights: Mapping[str, Tensor], storages: Mapping[str, QuantizedStorage]

@@ -206,11 +206,7 @@ class PatternSchedule(torch.optim.Optimizer):
     def _rewire(
         self, name: str, count: int, norms: Tensor | None, generators: dict[torch.device, torch.Generator]
     ) -> Tensor:
-        """Move so many blocks, or none if norms decide and are of no use, and return how many were moved.
-
-        The blocks of least worth go to the free places of most growth, with zeros in their weights, gradients
-        and states.
-        """
+        """Move so many blocks, or none if norms are of no use, and return how many were moved."""
         layer, weight, movement = self._layers[name], self._layers[name].weight, self._movement
         if weight.device not in generators:
             number = random.Random(f"{self._seed} {self.steps}").getrandbits(32)
@@ -308,9 +304,7 @@ def magnitudes(layer: BlockSparseLinear) -> Tensor:
 class Movement:
     """Sums of -w · g over each block and over steps of an optimizer, of w and g before the step.
 
-    A score is positive where gradient descent has moved a block's weights away from zero (Sanh et al.,
-    "Movement Pruning: Adaptive Sparsity by Fine-Tuning", NeurIPS 2020). Steps that ``torch.amp.GradScaler``
-    leaves out do not count, and gradients that still have its factor are divided by it.
+    (Sanh et al., "Movement Pruning", NeurIPS 2020.) Steps that GradScaler leaves out do not count.
     """
 
     def __init__(self, layers: Layers, optimizer: torch.optim.Optimizer) -> None:
@@ -372,13 +366,10 @@ def load_movement(movement: Movement | None, state: Any) -> None:
 
 
 def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-    """Raise unless every state of these weights is known to have a block for each slot.
+    """Raise unless every state of these weights, by names of layers, is known to have a part for each block.
 
-    Weights are given by the names of their layers.
-
-    Understood are tensors of the weight's shape [nnz, bn, bk], which momentum and the moments of Adam are,
-    and those of which all dimensions but the first are 1 or missing, as Adafactor's factored moments are.
-    Numbers, and tensors of one, such as counts of steps, belong to no block.
+    These are tensors of the weight's shape or [nnz, 1, …], as of Adam and Adafactor, and numbers, of no
+    block.
     """
     for layer_name, weight in weights.items():
         for name, state in optimizer.state.get(weight, {}).items():
@@ -420,8 +411,7 @@ CHUNK_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one b
 def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """Return L1 norms [R, C] of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
 
-    The gradient is computed as autograd would, in the dtype of dy, but a chunk of block rows at a time. Norms
-    are in float32, or float64 for float64. Nothing waits for a GPU.
+    A chunk of block rows at a time, in the dtype of dy; norms in float32, or float64 for float64.
     """
     bn, bk = block_shape
     with torch.autocast(dy.device.type, enabled=False):
@@ -436,12 +426,7 @@ def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int]) -> Tenso
 
 
 class _Observed(torch.autograd.Function):
-    """y as it is. The norms come as the gradient of ``probe`` [R, C], a tensor of zeros.
-
-    So autograd adds up what comes from several calls and several backward passes, computes nothing where it
-    computes no gradients, and recomputes with activation checkpoints; compilers see a function without side
-    effects.
-    """
+    """y as it is; norms come as the gradient of ``probe`` [R, C], so autograd adds up calls and passes."""
 
     @staticmethod
     def forward(y: Tensor, x: Tensor, probe: Tensor, block_shape: tuple[int, int]) -> Tensor:
