@@ -140,14 +140,6 @@ def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
     assert all(config is None or config.density < 0.75 for config in plan.values())
 
 
-def test_the_report_says_what_was_chosen_and_how_well() -> None:
-    text = str(allocate(profiles_of(), Layers(), milliseconds=2.0, report=report_of()))
-    lines = text.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == list(NAMES)
-    assert "256x128" in lines[1] and lines[4].startswith("sum") and "3.0000" in lines[4]
-    assert lines[5] == "budget 2.0000 ms"
-
-
 ENOUGH = {"bytes": 500_000}
 ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no budget": ({}, "exactly one"),

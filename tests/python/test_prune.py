@@ -102,14 +102,6 @@ def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
         assert float((found[row, kept] - expected).norm()) <= 1e-9 * float(expected.norm())
 
 
-def test_empty_rows_and_all_blocks() -> None:
-    _, weight, second = layer_problem()
-    mask = torch.tensor([[False] * 5, [True] * 5, [False, True, False, False, True]])
-    found = driver.solve(weight, driver.damped(second), BlockPattern.from_block_mask(mask, block_shape=B))
-    assert found[:B].count_nonzero() == 0
-    torch.testing.assert_close(found[B : 2 * B], weight[B : 2 * B])
-
-
 @pytest.mark.parametrize("cols", [5, 40])
 def test_costs_add_up_to_what_the_refit_leaves(cols: int) -> None:
     """With 40 columns several blocks go together in a round."""

@@ -534,29 +534,6 @@ def test_errors_of_rounded_layers_are_those_of_the_stored_ones() -> None:
 # ---- what it leaves alone ----
 
 
-class Shared(nn.Module):
-    """A norm whose output goes past a layer, too, as in BERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.one, self.two = nn.LayerNorm(WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return x + self.two(nn.functional.gelu(self.one(x)))  # type: ignore[no-any-return]
-
-
-def test_inputs_that_cannot_be_scaled_are_left_alone_and_reported() -> None:
-    made = Shared()
-    norm = made.norm.weight.detach().clone()
-    report = quantize_(made, W8A8, batches())
-    assert [layer.smoothed_by for layer in report.layers] == [None, None]
-    assert report.layers[0].reason == "something else reads what norm gives"
-    assert report.layers[1].reason == "no module before it can take its scales"
-    assert torch.equal(made.norm.weight, norm)
-    assert "not smoothed: one (BlockSparseLinear): something else reads what norm gives" in str(report)
-
-
 class ReadBlock(nn.Module):
     def __init__(self, layer: nn.Module, branches: bool) -> None:
         super().__init__()
@@ -686,15 +663,6 @@ def assert_unchanged(made: nn.Module, before: nn.Module) -> None:
         assert torch.equal(tensor, old), name
 
 
-def test_a_second_call_says_what_is_stored_already() -> None:
-    made = model()
-    quantize_(made, W8A8, batches(1))
-    before = copy.deepcopy(made)
-    with pytest.raises(InvalidArgumentError, match=r"no layer is left to quantize.*already stored as int8"):
-        quantize_(made, W8A8, batches(1))
-    assert_unchanged(made, before)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -763,13 +731,6 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
         made.head.weight[0, 0, 0] = torch.inf
     with pytest.raises(InvalidArgumentError, match=r"layer 'head': weight must be finite"):
         quantize_(made, W4A16, correlated_batches(2))
-
-
-def test_few_tokens_are_warned_of() -> None:
-    with pytest.warns(
-        UserWarning, match=r"at least as many tokens as it has inputs.*got 128 of 129 at blocks"
-    ):
-        quantize_(chain(), W4A16, correlated_batches(1))
 
 
 # ---- values of to_storage ----

@@ -18,13 +18,10 @@ from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertModel,
-    CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     T5Model,
@@ -35,7 +32,6 @@ from tilesparse import BlockSparseConfig, BlockSparseLinear, distill_, prune_, r
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.recover import DistillationLoss, reconstruction
-from tilesparse.recover import distillation as graphs
 from tilesparse.recover import distillation as losses
 from tilesparse.train import PatternSchedule
 
@@ -171,24 +167,6 @@ def test_embeddings_are_compared_by_cosine() -> None:
     torch.testing.assert_close(loss(outputs(embeddings=student[2, :1]), other), loss(one, other))
 
 
-def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
-    student = outputs(loss=torch.tensor(3.0), logits=randn(2, 5, dtype=torch.bfloat16, seed=1))
-    teacher = outputs(logits=randn(2, 5, dtype=torch.bfloat16, seed=2))
-    loss = DistillationLoss(task=0.5, logits=2.0)
-    terms = loss.terms(student, teacher)
-    assert list(terms) == ["task", "logits"] and float(terms["task"]) == 3.0
-    torch.testing.assert_close(loss(student, teacher), 1.5 + 2 * terms["logits"])
-    exact = DistillationLoss(logits=1.0)(student.logits.float(), teacher.logits.float())
-    assert terms["logits"].dtype == torch.float32 and torch.equal(terms["logits"], exact)
-
-
-def test_nothing_but_padding_is_no_error() -> None:
-    nothing, tokens = torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3, 4), float("nan"))
-    one = outputs(logits=tokens, hidden_states=[tokens], last_hidden_state=tokens)
-    terms = DistillationLoss(logits=1.0, hidden_states=1.0, embeddings=1.0).terms(one, one, nothing)
-    assert terms["logits"] == 0 and terms["hidden_states"] == 0
-
-
 LOGITS = torch.zeros(2, 3, 5)
 
 
@@ -196,24 +174,26 @@ LOGITS = torch.zeros(2, 3, 5)
     ("term", "student", "teacher", "mask", "message"),
     [
         ("logits", LOGITS, torch.zeros(2, 3, 7), None, "logits of the student's shape"),
-        ("logits", LOGITS, torch.zeros(2, 4, 5), None, r"logits of .* shape \(2, 3, 5\)"),
         ("logits", outputs(x=1), LOGITS, None, "student must give outputs with 'logits'"),
-        ("logits", LOGITS, {"x": 1}, None, r"teacher must give outputs .* got dict"),
         ("task", outputs(logits=LOGITS), LOGITS, None, "student must give outputs with 'loss'"),
-        ("hidden_states", LOGITS, [LOGITS], None, "must each give a tuple or list"),
-        ("hidden_states", [LOGITS], (), None, "teacher must give 1 hidden_states"),
-        ("hidden_states", [LOGITS] * 2, [LOGITS] * 3, None, "2 hidden_states, as the student does, got 3"),
-        ("logits", LOGITS, LOGITS, torch.ones(2, 4), r"attention_mask must .* \(2, 3, 5\)"),
-        ("logits", LOGITS.flatten(0, 1), LOGITS.flatten(0, 1), torch.ones(2, 3), "attention_mask must "),
+        (
+            "hidden_states",
+            outputs(hidden_states=[LOGITS]),
+            outputs(hidden_states=()),
+            None,
+            "must give 1 hidden",
+        ),
+        ("logits", LOGITS, LOGITS, torch.ones(2, 4), "attention_mask must"),
+        ("logits", LOGITS.flatten(0, 1), LOGITS.flatten(0, 1), torch.ones(2, 3), "attention_mask must"),
     ],
 )
 def test_what_does_not_fit_is_named(
     term: str, student: Any, teacher: Any, mask: Tensor | None, message: str
 ) -> None:
-    if term == "hidden_states":
-        student, teacher = outputs(hidden_states=student), outputs(hidden_states=teacher)
     with pytest.raises(InvalidArgumentError, match=message):
         DistillationLoss(**{term: 1.0})(student, teacher, mask)
+    with pytest.raises(InvalidArgumentError, match="at least one of task"):
+        DistillationLoss()
 
 
 # Reconstruction.
@@ -338,6 +318,8 @@ def test_what_cannot_be_trained_is_reported() -> None:
 class TwoTowers(nn.Module):
     """A stack whose blocks have longer ones in them, a stack behind it, and a layer between them."""
 
+    idle = False
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))) for _ in range(2))
@@ -348,7 +330,7 @@ class TwoTowers(nn.Module):
         for block in self.first:
             x = block(x)
         x = torch.tanh(self.between(x))
-        for block in self.second:
+        for block in () if self.idle else self.second:
             x = block(x)
         return x
 
@@ -357,33 +339,9 @@ def texts_to_text(count: int) -> list[dict[str, Tensor]]:
     return [batch | {"decoder_input_ids": batch["input_ids"].roll(1, 1)} for batch in texts(count)]
 
 
-def pictures(count: int) -> list[dict[str, Tensor]]:
-    """Two texts a batch, and pictures of four patches each, which stand for tokens 1."""
-    batches = []
-    for seed in range(count):
-        tokens = torch.randint(3, VOCABULARY, (2, TOKENS), generator=seeded(seed))
-        tokens[:, :4] = 1
-        pixels = randn(2, 3, 16, 16, dtype=torch.float32, seed=seed)
-        batches.append({"input_ids": tokens, "pixel_values": pixels})
-    return batches
-
-
-def llava() -> Any:
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**vision, image_size=16, patch_size=8),
-        text_config=LlamaConfig(**SIZES),
-        image_token_index=1,
-        vision_feature_layer=-1,
-    )
-    return LlavaForConditionalGeneration(config)
-
-
 T5: dict[str, Any] = {**D64, "d_kv": 32, "d_ff": 128, "num_heads": 2, "num_layers": 2}
 ENCODED = [f"encoder.block.{block}.layer.{i}" for block in (0, 1) for i in (0, 1)]
 DECODED = [f"decoder.block.{block}.layer.{i}" for block in (0, 1, 2) for i in (0, 1, 2)]
-EYES = [f"model.vision_tower.encoder.layers.{block}" for block in (0, 1, 2)]
-EYES += [f"model.language_model.layers.{block}" for block in (0, 1)]
 TOWERS = ["first.0", "first.1", "second.0", "second.1"]
 # Where the data go through, and what is fitted on the way. Where a block of T5 gives a position bias to those
 # behind it, it is computed anew in the model as a whole.
@@ -394,13 +352,6 @@ STACKS: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]], str, list
         r".*\.block\.",
         [""],
         ENCODED + DECODED,
-    ),
-    "llava": (
-        llava,
-        pictures,
-        ".*layers",
-        EYES,
-        [f"{block}.{part}" for block in EYES for part in ("self_attn", "mlp")],
     ),
     "custom": (
         TwoTowers,
@@ -423,16 +374,10 @@ def test_all_stacks_are_fitted_in_the_order_in_which_they_run(name: str) -> None
         report = reconstruct_(model, teacher, batches(3), epochs=1)
     assert report.facts["blocks"] == blocks and not report.skipped
     assert [one.name for one in report.layers] == submodules
-
-
-def test_what_does_not_run_is_named() -> None:
-    torch.manual_seed(0)
-    teacher = llava().eval()
-    model = pruned(teacher, r".*layers")
-    with pytest.warns(UserWarning, match=r"vision_tower\.encoder\.layers\.\*\.self_attn \(3\).*does not run"):
-        report = reconstruct_(model, teacher, texts(3, padded=False), epochs=1)
-    assert {one.name.split(".")[1] for one in report.layers} == {"language_model"}
-    assert len(report.skipped) == 6
+    if name == "custom":
+        model.idle = teacher.idle = True
+        with pytest.warns(UserWarning, match=r"second\.\*\.0 \(2\) \(does not run"):
+            assert len(reconstruct_(model, teacher, batches(3), epochs=1).layers) == 6
 
 
 class Shifted(nn.Linear):
@@ -654,18 +599,6 @@ def masks_of(model: nn.Module) -> list[Tensor]:
     return [layer.pattern.to_block_mask() for layer in sparse(model)]
 
 
-def test_callbacks_see_terms_and_batches_may_be_tuples() -> None:
-    model, teacher = pair("mlp")
-    other, loss = copy.deepcopy(model), DistillationLoss(logits=1.0, temperature=2.0)
-    seen: list[tuple[int, list[str]]] = []
-    options: dict[str, Any] = {"callback": lambda step, terms: seen.append((step, list(terms)))}
-    history = distill_(model, teacher, vectors(3), adam(model), loss=loss, **options)
-    assert seen == [(step, ["loss", "logits"]) for step in (1, 2, 3)] and len(history.loss) == 3
-    assert history.gradient_norm == []
-    assert distill_(other, teacher, [(b,) for b in vectors(3)], adam(other), loss=loss) == history
-    assert same(tensors_of(model), tensors_of(other))
-
-
 def translations(count: int) -> list[dict[str, Tensor]]:
     """Texts whose labels have another length, and end in padding."""
     labels = [torch.where(torch.arange(6) < 4, batch["input_ids"][:, :6], -100) for batch in texts(count)]
@@ -759,31 +692,6 @@ def test_many_logits_are_compared_some_texts_at_a_time(masked: bool, monkeypatch
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(other, gradient)
         assert kept < 0.1 * all_kept  # masks, beside the logits themselves
-
-
-def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, teacher = pair("llama")
-    elsewhere = dense("llama")
-    gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
-    monkeypatch.setattr(graphs, "device_of", lambda module: cpu if module is elsewhere else gpu)
-    tensor = torch.tensor(1e-3)
-    good, plain, constant, hooked = (
-        torch.optim.AdamW(model.parameters(), rate, capturable=capturable)
-        for rate, capturable in ((tensor, True), (1e-3, False), (1e-3, True), (tensor, True))
-    )
-    hooked.register_step_post_hook(lambda *_: None)
-    given: dict[str, Any] = {"model": model, "teacher": teacher, "batches": texts(1), "optimizer": good}
-    before = tensors_of(model)
-    rates = torch.optim.lr_scheduler.ExponentialLR(constant, 0.9)
-    for change, message in [
-        ({"optimizer": plain}, "optimizer must have capturable=True"),
-        ({"optimizer": constant, "scheduler": rates}, "a tensor as its lr"),
-        ({"optimizer": hooked}, "optimizer must have no hooks where graph is True"),
-        ({"teacher": elsewhere}, "model and teacher must be on one CUDA device"),
-    ]:
-        with pytest.raises((InvalidArgumentError, UnsupportedError), match=message):
-            distill_(**(given | change), graph=True)
-        assert same(tensors_of(model), before), message
 
 
 def test_distillation_refuses_and_leaves_the_model() -> None:

@@ -18,7 +18,7 @@ from tilesparse import BlockPattern, BlockSparseLinear, prune_, sparsify_
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.model.match import DEFAULT_OPTIONS, NamePattern
+from tilesparse.model.match import NamePattern
 from tilesparse.storage.formats import storage_of
 
 CONFIG = BlockSparseConfig(0.5, 16)
@@ -61,35 +61,6 @@ def test_conv1d_and_layers_that_cannot_be_cut() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
     report = sparsify_(model, CONFIG)
     assert sparse(model) == {"0"} and "no multiple of 16" in report.skipped[-1].reason
-
-
-def test_the_filter_takes_the_layer_and_its_name() -> None:
-    model, seen = llama(), []
-
-    def filter_fn(module: nn.Module, name: str) -> bool:
-        assert type(module) is nn.Linear and model.get_submodule(name) is module
-        seen.append(name)
-        return "mlp" in name or name == "lm_head"
-
-    linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    report = sparsify_(model, CONFIG, filter_fn=filter_fn)
-    assert {*seen} == linear
-    assert sparse(model) == {name for name in linear if "mlp" in name or name == "lm_head"}
-    reasons = {layer.name: layer.reason for layer in report.skipped}
-    assert reasons["model.layers.0.self_attn.q_proj"] == "filter_fn refuses it"
-
-
-def test_each_name_has_a_config_of_its_own() -> None:
-    model = llama()
-    quarter = BlockSparseConfig(0.25, (32, 16), storage="int8", granularity="block", policy="auto")
-    sparsify_(model, {"mlp.up_proj": quarter, r"model\.layers\.1": CONFIG})
-    layers = {name: model.get_submodule(name) for name in sparse(model)}
-    assert {name for name in layers if layers[name].density == 0.25} == {
-        f"model.layers.{number}.mlp.up_proj" for number in range(2)
-    }
-    up = model.model.layers[1].mlp.up_proj
-    assert (up.block_shape, up.storage, up.policy, up.scales.dim()) == ((32, 16), "int8", "auto", 1)
-    assert len(layers) == 1 + 7
 
 
 def test_a_dry_run_and_an_error_change_nothing() -> None:
@@ -226,28 +197,6 @@ def test_configs_by_name() -> None:
     }
     for name, config in presets.items():
         assert storage_of(config.storage).describe(None, config.activations) == name
-
-
-def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
-    given: list[dict[str, Any]] = []
-
-    class Recorder(BlockSparseModelPatcher):
-        def new_child_module(self, name: str, module: nn.Module, options: Any) -> Any:
-            given.append(dict(options))
-            return super().new_child_module(name, module, options)
-
-    pattern = BlockPattern.from_blocks([(0, 1)], shape=(64, 64), block_shape=32)
-    patcher = Recorder()
-    patcher.add_pattern("0", {"pattern": pattern})
-    patcher.add_pattern("1", {"untie": True})
-    patcher.patch_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(128, 64)))
-    assert [*map(set, given)] == [set(DEFAULT_OPTIONS)] * 2
-    assert (given[0]["density"], given[0]["block_shape"]) == (0.25, (32, 32))
-    assert given[1] == {**DEFAULT_OPTIONS, "untie": True}
-    for options in ({"density": 2}, {"block_shape": 24}):
-        with pytest.raises(InvalidArgumentError, match=next(iter(options))):
-            patcher.add_pattern("0", {"pattern": pattern, **options})
-    patcher.add_pattern("0", {"pattern": pattern, "nm": (2, 4), "block_shape": 16})  # the pattern's counts
 
 
 def gappy() -> Tensor:

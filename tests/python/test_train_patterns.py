@@ -138,21 +138,6 @@ def test_norms_that_a_schedule_sees() -> None:
         check(model, lambda compiled=compiled: backward(compiled))
 
 
-def test_observed_gradients_can_be_differentiated() -> None:
-    model = make(dtype=torch.float64)
-    model[1] = nn.Tanh()
-    penalties = []
-    for every in (1, 5):  # observed, and not
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        schedule = PatternSchedule(model, optimizer, every=every, grow="gradient")
-        x = randn(4, IN, dtype=torch.float64).requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        penalties.append(torch.autograd.grad(slope.square().sum(), list(model.parameters())))
-        schedule.remove()
-    for one, other in zip(*penalties, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_norms_of_several_calls_are_added_up() -> None:
     layer = BlockSparseLinear(IN, IN, block_shape=BLOCK, generator=seeded())
     model = nn.Sequential(layer, nn.Tanh(), layer)
@@ -279,17 +264,6 @@ def test_fractions_are_clipped_to_what_is_free() -> None:
         optimizer.step()
         schedule.step()
         assert [int(moved) for moved in schedule.moved.values()] == [moves, moves]
-
-
-def test_equal_weights_move_in_the_order_of_slots() -> None:
-    model = make()
-    with torch.no_grad():
-        model[0].weight.fill_(1)
-    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=0.0), every=1, fraction=0.25)
-    before = slots_of(model[0])
-    schedule.step()
-    moved = [place != old for place, old in zip(slots_of(model[0]), before, strict=True)]
-    assert moved == 3 * [True] + 9 * [False]
 
 
 def test_layers_without_useful_norms_stay_as_they_are() -> None:
@@ -519,15 +493,6 @@ def test_wrapped_optimizers_are_looked_into() -> None:
     schedule.step()
     lasso.remove()
     assert not inner.state[model[0].weight]["exp_avg"].all((1, 2)).all()
-
-
-def test_a_weight_that_was_replaced_is_named() -> None:
-    model = make()
-    schedule = PatternSchedule(model, torch.optim.SGD(model.parameters(), lr=RATE), every=1)
-    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
-    with pytest.raises(InvalidArgumentError, match=r"^optimizer: the weight of layer '2'"):
-        schedule.step()
-    assert schedule.steps == 0
 
 
 ANY = [("model", nn.Linear(4, 4)), ("model", make()), ("optimizer", 3)]

@@ -32,15 +32,12 @@ class Stream:
 
     The batches run through the model once, up to the first block: what it is called with waits on ``keep``,
     or where the model is, and goes on block by block. How the other blocks are called is recorded from the
-    first batch of each shape, and only where their arguments differ from those of the first block from
-    every batch. ``blocks`` are names of modules that hand their outputs on; ("",) is the whole model.
+    first batch of each shape, and from every batch where their arguments differ. ("",) is the whole model.
 
-    Attributes:
-        order: the blocks in the order in which they run.
-        is_chain: each block takes as its input what the one before it gave, else recording has ended.
-        shares: a block takes something else, too, that another block gave, such as a position bias.
-        repeated: a block that runs more than once in a forward pass, or None.
-        cached: a block that was given keys and values of former calls, or None; they are left out.
+    ``order`` are the blocks as they run; ``is_chain``: each takes what the one before it gave, else recording
+    has ended; ``shares``: one takes something else, too, that another gave, as a position bias; ``repeated``
+    and ``cached`` are blocks that run again, or were given keys and values of former calls, which are left
+    out, or None.
     """
 
     @torch.no_grad()
@@ -83,9 +80,9 @@ class Stream:
         given: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by id
 
         def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(args, dict(kwargs))
-            self.cached = self.cached or (name if call.has_cache() else None)
-            call = call.without_caches()
+            if any(kwargs.get(cache) is not None for cache in _CACHES):
+                self.cached = self.cached or name
+            call = Call(_without_caches(args), _without_caches(dict(kwargs)))
             if name in ran:
                 self.repeated, self.is_chain = name, False
             if ran:
@@ -216,14 +213,6 @@ class Call:
         if self.args:
             return Call((hidden, *self.args[1:]), self.kwargs)
         return Call((), {**self.kwargs, self._keyword(): hidden})
-
-    def without_caches(self) -> Call:
-        """Return the same call without keys and values of former calls: a block runs more than once."""
-        return Call(_without_caches(self.args), _without_caches(self.kwargs))
-
-    def has_cache(self) -> bool:
-        """Return True if the module is given keys and values that it would append to."""
-        return any(self.kwargs.get(name) is not None for name in _CACHES)
 
     def _keyword(self) -> str:
         return _HIDDEN if _HIDDEN in self.kwargs else next(iter(self.kwargs), _HIDDEN)

@@ -77,12 +77,9 @@ _CPU_WORKSPACE = 1 << 29  # bytes; fixed, so that results do not depend on what 
 
 
 class Solution(NamedTuple):
-    """Pruned layer on the host, with its errors, damping and tokens as in `PrunedLayer`."""
+    """Pruned layer, where the dense one is, with its errors, damping and tokens as in `PrunedLayer`."""
 
-    pattern: BlockPattern
-    values: Tensor  # [nnz, bn, bk]
-    mask: Tensor | None  # likewise, of 2:4
-    bias: Tensor | None
+    layer: BlockSparseLinear
     error_before: float
     error: float
     damping: float
@@ -133,26 +130,11 @@ class Pruner:
         weight = torch.where(kept, weight, 0)
         if refit and self._bias is not None:
             bias = self._bias + (self._weight - weight) @ self._mean
-        dtype = self._dense.dtype
-        values = kept_blocks(weight.to(dtype), pattern)
-        mask = None
-        if config.nm is not None:
-            mask = kept_blocks(kept, pattern)
         before = self._error(torch.where(kept, self._dense, 0), self._dense_bias)
-        solution = Solution(
-            pattern.to("cpu"),
-            values.cpu(),
-            None if mask is None else mask.cpu(),
-            None if bias is None else bias.to("cpu", dtype),
-            before,
-            0.0,
-            self._moment.damping,
-            self.tokens,
-        )
-        layer = built(self._linear, solution, config)
+        layer = built(self._linear, config, pattern, weight, kept, bias)
         stored = layer.to_linear().weight.detach().to(self._device)
         shift = None if layer.bias is None else layer.bias.detach().to(self._device).double()
-        return solution._replace(error=self._error(stored, shift))
+        return Solution(layer, before, self._error(stored, shift), self._moment.damping, self.tokens)
 
     def _chosen(self, config: BlockSparseConfig, method: str) -> BlockPattern:
         block_shape, density = block_shape_of(config), config.density
@@ -189,16 +171,24 @@ def scores_of(weight: Tensor, block_shape: tuple[int, int], input_norms: Tensor 
 
 @torch.inference_mode(False)  # the layer is trained later, whatever it is pruned in
 @torch.no_grad()
-def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> BlockSparseLinear:
-    """Return the layer that a solution describes, with dtype, device and mode of the dense one."""
-    layer = BlockSparseLinear.from_linear(linear, pattern=solution.pattern, policy=config.policy)
-    layer.weight.copy_(solution.values)
-    if layer.bias is not None and solution.bias is not None:
-        layer.bias.copy_(solution.bias)
+def built(
+    linear: Any,
+    config: BlockSparseConfig,
+    pattern: BlockPattern,
+    weight: Tensor,
+    kept: Tensor,
+    bias: Tensor | None,
+) -> BlockSparseLinear:
+    """Return a layer like a dense one, of a weight [out, in] of which a mask, in the pattern, is kept."""
+    place = dense_weight(linear).device
+    layer = BlockSparseLinear.from_linear(linear, pattern=pattern.to(place), policy=config.policy)
+    layer.weight.copy_(kept_blocks(weight.to(layer.weight.dtype), pattern))
+    if layer.bias is not None and bias is not None:
+        layer.bias.copy_(bias)
     if not bool(layer.weight.isfinite().all()):
         raise InvalidArgumentError(f"weights that the refit gives are not finite in {layer.weight.dtype}")
-    if solution.mask is not None:
-        layer.set_nm(config.nm, scores=solution.mask.to(layer.weight.device, torch.float32))
+    if config.nm is not None:
+        layer.set_nm(config.nm, scores=kept_blocks(kept, pattern).to(place, torch.float32))
     return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
 
 
@@ -359,8 +349,7 @@ class PrunedLayer:
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
             output in the dense model. For the first layer that is its own.
         error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
-        damping: of the second moment of the inputs, over the mean of its diagonal; more than was asked for
-            where that was too weak.
+        damping: of the second moment of the inputs, over the mean of its diagonal.
         tokens: of the calibration data that the layer has met.
         empty_rows: block rows without a block, whose outputs are the bias alone.
         empty_columns: block columns without a block, whose inputs nothing reads.
@@ -471,7 +460,7 @@ def prune_(
                 )
 
                 def changed(names: Sequence[str]) -> dict[str, Tensor]:
-                    return _parameters(model, targets, {name: solutions[name] for name in names})
+                    return _parameters(model, {name: solutions[name].layer for name in names})
 
                 for group in calibration.groups(changed):
                     for name, moments in calibration.moments(group):
@@ -479,7 +468,7 @@ def prune_(
                             pruner = Pruner(model.get_submodule(name), moments)
                             solutions[name] = pruner.prune(targets[name], method, refit=refit)
             sparse = {
-                name: built(model.get_submodule(name), solution, targets[name])
+                name: solution.layer.train(model.get_submodule(name).training)
                 for name, solution in solutions.items()
             }
             made, stack = joined(experts, sparse, targets), calibration.stack
@@ -500,11 +489,13 @@ def prune_(
     pruned = [
         PrunedLayer(
             name,
-            solution.pattern.shape,
+            solution.layer.spec.shape,
             targets[name],
-            solution.pattern.density,
-            *solution[4:],
-            *empty_of(solution.pattern.block_indices(), solution.pattern.shape, solution.pattern.block_shape),
+            solution.layer.density,
+            *solution[1:],
+            *empty_of(
+                solution.layer.pattern.block_indices(), solution.layer.spec.shape, solution.layer.block_shape
+            ),
             projection_of(experts, name),
         )
         for name, solution in solutions.items()
@@ -524,16 +515,12 @@ def prune_(
     )
 
 
-def _parameters(
-    model: nn.Module, targets: Mapping[str, BlockSparseConfig], solutions: Mapping[str, Solution]
-) -> dict[str, Tensor]:
+def _parameters(model: nn.Module, layers: Mapping[str, BlockSparseLinear]) -> dict[str, Tensor]:
     """Return the parameters with which dense layers compute as pruned ones, by their names in the model."""
     found: dict[str, Tensor] = {}
-    for name, solution in solutions.items():
-        linear = model.get_submodule(name)
-        layer = built(linear, solution, targets[name])
+    for name, layer in layers.items():
         weight = layer.to_linear().weight.detach()
-        found[f"{name}.weight"] = weight.T if is_conv1d(linear) else weight
+        found[f"{name}.weight"] = weight.T if is_conv1d(model.get_submodule(name)) else weight
         if layer.bias is not None:
             found[f"{name}.bias"] = layer.bias.detach()
     return found

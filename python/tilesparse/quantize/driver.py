@@ -47,40 +47,34 @@ def quantize_(
 ) -> Report:
     """Store block-sparse layers in 8 or 4 bits, in place, by what that does to outputs on calibration data.
 
-    `BlockSparseLinear.to_storage` does so without data. With 8-bit activations this chooses scales:
-
-    - **Smoothing** divides features of activations that are much larger than others by a scale, and
-      multiplies the weights that read them (SmoothQuant; Xiao et al., arXiv:2211.10438). The module before
-      takes the inverse: a norm, or a linear layer such as up_proj before down_proj. It is found by what
-      scaling does to the model, not by names. Scales are powers of two, so the model computes the same
-      before it is quantized; those that change what the model gives for any batch are left out, and the
-      report says so.
-    - **Clipping** of the largest weights of an output feature, see `storage.quantize_weights`.
+    With 8-bit activations this chooses scales. **Smoothing** divides features of activations that are much
+    larger than others by a scale, and multiplies the weights that read them (SmoothQuant; Xiao et al.,
+    arXiv:2211.10438); the module before takes the inverse. It is found by what scaling does to the model.
+    Scales are powers of two, so the model computes the same before it is quantized; those that change what it
+    gives for any batch are left out, and the report says so. **Clipping** cuts the largest weights of an
+    output feature.
 
     With weights alone it rounds them one column after the other, and those behind make up for the error, as
-    in GPTQ (Frantar et al., arXiv:2210.17323), within the kept blocks of each row. Each row of a block is
-    clipped where that costs least. Output features whose error would grow are rounded to the nearest, as
-    `to_storage` does; so are all weights of experts.
+    in GPTQ (Frantar et al., arXiv:2210.17323), within the kept blocks of each row, whose scales are those
+    that cost least. Output features whose error would grow are rounded to the nearest, as `to_storage` does;
+    so are experts.
 
     Dense layers stay as they are; `sparsify_` with density 1 makes them block-sparse. The model runs as in
     evaluation and is changed only at the very end: after an error it is as it was. Build optimizers
     afterwards.
 
     Args:
-        model: with `BlockSparseLinear` in the storage "plain", not 2:4.
+        model: with `BlockSparseLinear` in the storage "plain".
         config: storage and activations of the layers, such as ``BlockSparseConfig.w8a8()``; or a config for
             each name or regular expression of layers, of which the first that matches counts, and None leaves
             layers as they are. Its other fields are not looked at: layers keep their blocks.
-        batches: calibration data, as of `prune_`. With 8-bit activations a few thousand tokens do;
-            weights alone want several tokens for each of a layer's in_features.
+        batches: calibration data, as of `prune_`. With 8-bit activations a few thousand tokens do; weights
+            alone want several tokens for each of a layer's in_features.
         layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers.
         exclude: likewise, of layers that stay as they are.
         filter_fn: takes a layer and its name, and returns True to quantize it.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the model run and errors are computed; None is that of the model.
-
-    Returns:
-        The layers with their errors before and after, and what was left alone.
 
     Raises:
         UnsupportedError: a layer is sharded.

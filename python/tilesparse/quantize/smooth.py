@@ -156,7 +156,10 @@ _LIMITS = {2: 3e-2, 4: 1e-4, 8: 1e-6}  # by bytes of a number
 def smooth(task: Task, names: Container[str], fixed: Container[str]) -> None:
     """Store layers with the best scales and limits; nothing scales the weights of those in ``fixed``."""
     modules = [name for name, one in task.model.named_modules() if is_linear(one) or is_norm(one)]
-    against = _reasons_against_scaling(task, modules, fixed)
+    owners = owners_of_parameters(names_of_modules(task.model))
+    reasons = {name: _reason_against(task.layer(name), owners) for name in modules}
+    reasons |= {name: "its weight alone is quantized" for name in modules if name in fixed}
+    against = {name: reason for name, reason in reasons.items() if reason is not None}
     refused: dict[tuple[str, ...], ScaleGroup] = {}  # by their layers
     while True:
         calibration = task.calibration(modules)
@@ -456,14 +459,6 @@ def scaled_in(
             model.get_submodule(name), rows.get(name), columns.get(name)
         ).items()
     }
-
-
-def _reasons_against_scaling(task: Task, names: Sequence[str], fixed: Container[str]) -> dict[str, str]:
-    """Say of layers and norms why their parameters cannot be multiplied; those that can be are left out."""
-    owners = owners_of_parameters(names_of_modules(task.model))
-    reasons = {name: _reason_against(task.layer(name), owners) for name in names}
-    reasons |= {name: "its weight alone is quantized" for name in names if name in fixed}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _reason_against(module: Any, owners: Mapping[nn.Parameter, Sequence[nn.Module]]) -> str | None:

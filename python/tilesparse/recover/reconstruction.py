@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -55,16 +55,15 @@ def reconstruct_(
     gives in the dense model: ‖y - t‖² is lowered by AdamW with a cosine schedule, on weights in float32 that
     are rounded to the model's dtype in every step. Submodules are the children of every block that have
     block-sparse layers, or the block where it has no such child: attention and feed-forward part are fitted
-    apart, as "Reconstruction of attention and MLP" (2510.14444) found better than whole blocks. A warning
-    names other block-sparse layers. The weights of the
-    epoch with the least error on the last eighth of the batches, which are not trained on, are kept if that
-    error is less than before. They are written in place, so optimizers may go on; patterns and masks stay.
+    apart, as "Reconstruction of attention and MLP" (2510.14444) found better. The weights of the epoch with
+    the least error on the last eighth of the batches, which are not trained on, are kept if that error is
+    less than before. They are written in place, so optimizers may go on; patterns and masks stay. A warning
+    names block-sparse layers that are not fitted.
 
-    Blocks are found as by `prune_`; of several stacks, as an encoder and a decoder, in the order in which
-    they run. Where they are no chain, or hold no more than half of the block-sparse layers, the whole model
-    is one block. One block of each model is on ``device`` at a time; inputs and outputs of one block for
-    all batches are kept where the models are. Several processes that hold one model each give all of them
-    the same batches.
+    Blocks are found as by `prune_`; of several stacks, in the order in which they run. Where they are no
+    chain, or hold no more than half of the block-sparse layers, the whole model is one block. One block of
+    each model is on ``device`` at a time. Several processes that hold one model each give all of them the
+    same batches.
 
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
@@ -86,7 +85,6 @@ def reconstruct_(
     epochs = checked_count("epochs", epochs)
     lr = checked_number("lr", lr, above_zero=True)
     check_autocast(autocast)
-    generator = torch.Generator().manual_seed(0)  # of the order of batches
     home = chosen_device(model, device)
     check_batches(batches)
     batches = [checked_batch(batch) for batch in batches]
@@ -96,7 +94,7 @@ def reconstruct_(
         )
     count = len(batches) - math.ceil(len(batches) / 8)  # the others are held out
     names, skipped = _chosen(model)
-    run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
+    run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast)
     trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]
     with observing(model, teacher), _without_cache(model, teacher), restoring(trained):
         blocks, fitted = run.reconstruct(run.pieces(names))
@@ -113,11 +111,7 @@ def reconstruct_(
     return Report("reconstruct_", fitted, skipped, notes=notes, facts={"blocks": blocks})
 
 
-class _Piece(NamedTuple):
-    """Blocks that data go through one by one, and the submodules in them that are fitted."""
-
-    blocks: list[str]
-    names: list[str]
+_Piece: TypeAlias = tuple[list[str], list[str]]  # blocks that data go through, and submodules to fit in them
 
 
 class _Run(NamedTuple):
@@ -132,7 +126,6 @@ class _Run(NamedTuple):
     epochs: int
     lr: float
     autocast: torch.dtype | None
-    generator: torch.Generator
 
     def stream(self, model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> Stream:
         """Record how batches run through blocks, which must not get keys and values that each run changes."""
@@ -153,10 +146,10 @@ class _Run(NamedTuple):
     def pieces(self, names: Sequence[str]) -> list[_Piece]:
         """Return the stacks with their submodules in the order in which they run."""
         pieces = [
-            _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
+            (blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
             for blocks in _stacks(self.model) or [[""]]
         ]
-        by_head = {piece.blocks[0]: piece for piece in pieces if piece.names}
+        by_head = {blocks[0]: (blocks, own) for blocks, own in pieces if own}
         if len(by_head) == 1:
             return list(by_head.values())
         return [by_head[name] for name in self.stream(self.model, list(by_head), self.batches[:1]).order]
@@ -174,14 +167,14 @@ class _Run(NamedTuple):
     @torch.no_grad()
     def reconstruct(self, pieces: Sequence[_Piece]) -> tuple[list[str], list[Improvement]]:
         """Fit all submodules; return the blocks that were on the device, and the fits."""
-        progress = Progress(sum(len(piece.names) for piece in pieces))
+        progress = Progress(sum(len(names) for _, names in pieces))
         fitted: list[Improvement] = []
         done: list[str] = []
-        for piece in pieces:
-            ours, theirs = self.streams(piece.blocks)
+        for of_stack, names in pieces:
+            ours, theirs = self.streams(of_stack)
             done += ours.order
             for block in ours.order:
-                parts = {n: self.model.get_submodule(n) for n in piece.names if _is_within(n, block)}
+                parts = {n: self.model.get_submodule(n) for n in names if _is_within(n, block)}
                 dense = {name: self.teacher.get_submodule(name) for name in parts}
                 blocks = self.model.get_submodule(block), self.teacher.get_submodule(block)
                 with placed(blocks, self.device), autocasting(self.device, self.autocast):
@@ -225,6 +218,7 @@ class _Run(NamedTuple):
             wrong, whole = torch.stack(sums).double().sum(0).tolist()
             return float(wrong / whole) if whole else float(wrong)
 
+        generator = torch.Generator().manual_seed(0)  # of the order of batches
         optimizer = torch.optim.AdamW(masters.values(), lr=self.lr, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * self.split)
         before = error({})
@@ -232,7 +226,7 @@ class _Run(NamedTuple):
             raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
         best, kept = math.inf, {}
         for _ in range(self.epochs):
-            for i in torch.randperm(self.split, generator=self.generator, device="cpu").tolist():
+            for i in torch.randperm(self.split, generator=generator, device="cpu").tolist():
                 with torch.enable_grad(), holding(rounded()):
                     wrong, whole = squares(i)
                     # No mean: gradients in float16 are then far from 0, and Adam scales them anyhow.

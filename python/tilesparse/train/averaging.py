@@ -20,11 +20,10 @@ from ._layers import check_plain_storage, sparse_layers
 class AveragedModel(swa_utils.AveragedModel):
     """`torch.optim.swa_utils.AveragedModel` that averages block-sparse weights by place instead of by slot.
 
-    Training that moves blocks, as `PatternSchedule` does, reuses their slots. PyTorch's class then mixes the
-    average of a block that has gone with the weights of the one that has come. Here `update_parameters` gives
-    the average the pattern of the model first: a block that stays keeps its average, in whichever slot it is,
-    and a new block starts from its weight of now. Numbers of blocks may change, as `Gradual` changes them.
-    Buffers are copied.
+    PyTorch's class mixes the average of a block that has gone with the weights of the one that has come into
+    its slot. Here `update_parameters` gives the average the pattern of the model first: a block that stays
+    keeps its average, and a new block starts from its weight of now. Numbers of blocks may change. Buffers
+    are copied.
 
     The mean of weights is that of Izmailov et al., "Averaging Weights Leads to Wider Optima and Better
     Generalization", UAI 2018; ``multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)`` gives an

@@ -102,9 +102,7 @@ class Gradual:
     def step(self) -> bool:
         """Count a step of the optimizer, and remove blocks if it is time to; return True if it was.
 
-        Raises:
-            UnsupportedError: the optimizer has states of which it is not known what belongs to which block,
-                or other processes train, too. Nothing has changed.
+        After an error, as in the constructor or of an unknown state of the optimizer, nothing has changed.
         """
         time = self._events.get(self.steps + 1)
         if time is not None:
@@ -164,9 +162,8 @@ def compact_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         How many blocks each of these layers has lost, by its name.
 
     Raises:
-        UnsupportedError: a weight is sharded or parametrized, the optimizer has states of which it is not
-            known what belongs to which block, a weight has a ``main_grad``, or the model is one of
-            DistributedDataParallel. All errors are raised before anything has changed.
+        UnsupportedError: a weight is sharded, parametrized or has a ``main_grad``, the optimizer has unknown
+            states, or the model is one of DistributedDataParallel. Nothing has changed then.
     """
     check_unwrapped(model)
     layers = {
@@ -318,17 +315,10 @@ class BlockGates:
 
     @torch.no_grad()
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """End the gates: multiply weights by them, and remove blocks whose gate is closed.
+        """End the gates: multiply weights by them, and remove blocks with closed ones, as `compact_` does.
 
         The model then computes what it computed in evaluation, and has plain layers again. Moments of what is
-        left stay as they were; the parameters of gates have no further use in the optimizer.
-
-        Returns:
-            How many blocks each layer has lost, by its name, see `tilesparse.train.compact_`.
-
-        Raises:
-            UnsupportedError: the model is one of DistributedDataParallel, or the optimizer has states of
-                which it is not known what belongs to which block. Nothing has changed then.
+        left stay as they were.
         """
         check_unwrapped(self._model)
         if not all(parametrize.is_parametrized(layer, "weight") for layer in self._layers.values()):
@@ -350,22 +340,17 @@ class GroupLasso:
     """Group lasso: pulls the norm of every block towards zero after each step of an optimizer.
 
     It is the proximal step of the penalty strength · √(bn · bk) · ‖W_b‖₂, summed over all blocks b (Yuan and
-    Lin, "Model selection and estimation in regression with grouped variables", JRSS B 2006):
+    Lin, "Model selection and estimation in regression with grouped variables", JRSS B 2006),
 
         W_b ← W_b · max(0, 1 - lr · strength · √(bn · bk) / ‖W_b‖₂)
 
-    with the learning rate of the weight's group. So blocks reach zero exactly, and `compact_` then removes
-    them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW is. Train in
-    float32, with autocast: in 16 bits changes below the precision are lost. It works by a hook of the
-    optimizer; nothing waits for a GPU.
+    with the learning rate of the weight's group: blocks reach zero exactly, and `compact_` removes them.
+    Train in float32, with autocast: in 16 bits changes below the precision are lost. Nothing waits for a GPU.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which are pulled at.
         optimizer: has their weights.
         strength: of the penalty.
-
-    Raises:
-        UnsupportedError: a weight is sharded, parametrized or not stored plain.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, strength: float) -> None:
@@ -398,9 +383,8 @@ class GroupLasso:
 def learning_rate_factor(density: float) -> float:
     """Return the factor of the learning rate of a weight of this density, above 0, over a dense one.
 
-    It is exp(1.969 s² + 0.2905 s), where s = 1 - density: what was best for static random masks of BERT
-    (Dietrich et al., "Towards Structured Dynamic Sparse Pre-Training of BERT", 2021), 3.8 at a density of
-    0.25 and 6.4 at 0.1.
+    It is exp(1.969 s² + 0.2905 s), s = 1 - density: what was best for static random masks of BERT (Dietrich
+    et al., "Towards Structured Dynamic Sparse Pre-Training of BERT", 2021).
     """
     if not checked_fraction("density", density) > 0:
         raise InvalidArgumentError(f"density must be above 0, got {density}")
@@ -408,19 +392,14 @@ def learning_rate_factor(density: float) -> float:
 
 
 def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Return a model's parameters for an optimizer: the sparser a layer, the faster its weight learns.
+    """Return groups of parameters for an optimizer: the sparser a layer, the faster its weight learns.
 
-    Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
-    them, set the rate of their group anew after each of its events, by `learning_rate_factor`.
-
-    An AdamW decays weights by lr · weight_decay, that is in the same proportion.
+    All else comes first, then a group for each density of sparse layers. Densities are those at the moment:
+    set rates anew by `learning_rate_factor` after events of `Gradual`.
 
     Args:
         model: any, also without sparse layers.
         lr: the learning rate of dense weights, biases and everything else.
-
-    Returns:
-        Groups with "params" and "lr": all else first, then one for each density of sparse layers, also for 1.
 
     Examples:
         >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)

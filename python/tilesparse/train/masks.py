@@ -30,25 +30,20 @@ class MaskSchedule:
 
         g ← g + decay · (1 - M) · W
 
-    before the step, so that an optimizer such as Adam scales it with the gradient (Hu et al., "Accelerating
-    Transformer Pre-training with 2:4 Sparsity", ICML 2024, who choose transposable masks every 40 steps, and
-    the decay by how many bits of the masks flip).
+    before the step (Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML 2024, who
+    choose transposable masks every 40 steps, and the decay by how many bits of the masks flip).
 
     It works by hooks of the optimizer, whose steps are called as before, without a closure; nothing waits for
-    a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is
-    fused, where the host cannot know without waiting. Layers without masks are passed over.
-
-    In several processes masks are equal where weights are. With ``broadcast_buffers=False`` the masks that
-    layers began with differ even so: call `refresh` once, after the weights have been broadcast.
+    a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is fused,
+    where the host cannot know. Layers without masks are passed over. In several processes masks are equal
+    where weights are. With ``broadcast_buffers=False`` those that layers began with differ even so: call
+    `refresh` once, after the weights have been broadcast.
 
     Args:
         model: has `BlockSparseLinear` layers with ``nm=(2, 4)`` in the storage "plain".
         optimizer: has their weights.
-        every: choose masks after every so many steps.
+        every: choose masks after every so many steps, which ``steps`` counts.
         decay: per step, 0 for none.
-
-    Attributes:
-        steps: how many steps were counted.
 
     Raises:
         UnsupportedError: a weight is a sharded tensor, as ``fully_shard`` leaves them.

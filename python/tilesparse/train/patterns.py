@@ -120,7 +120,6 @@ class PatternSchedule(torch.optim.Optimizer):
         """Count a step of the optimizer, and rewire if it is time to.
 
         Raises:
-            UnsupportedError: the optimizer has states of which it is not known what belongs to which block.
             UnsynchronizedPatternError: the processes that train the model rewire it differently.
         """
         rewires = (self.steps + 1) % self._every == 0
@@ -395,12 +394,7 @@ def _is_known(state: object, weight: Tensor) -> bool:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Return where the blocks of every `BlockSparseLinear` are now, by the names of layers.
-
-    Returns:
-        Bool masks [R, C], True for kept blocks, which do not follow the pattern; on the devices of the
-        layers, and the host does not wait.
-    """
+    """Return bool masks [R, C] of the kept blocks of every `BlockSparseLinear` now, by name."""
     return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
 
 
