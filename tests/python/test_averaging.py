@@ -110,25 +110,7 @@ def with_few_blocks(device: str) -> Any:
     return nn.Sequential(BlockSparseLinear(192, 16, pattern=pattern)).to(device)
 
 
-class AverageOfStates:
-    """Averages everything in a state dict, or copies integers, as timm's ModelEmaV2 and ModelEmaV3 do."""
-
-    def __init__(self, model: nn.Module, decay: float, *, integers: bool) -> None:
-        self.module = copy.deepcopy(model).eval()
-        self.module.to(next(model.parameters()).device)
-        self.decay, self.integers = decay, integers
-
-    @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        pairs = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
-        for average, now in pairs:
-            averaged = self.integers or average.is_floating_point()
-            average.copy_(self.decay * average + (1 - self.decay) * now if averaged else now)
-
-
 OTHERS: dict[str, Any] = {
-    "states": partial(AverageOfStates, integers=True),
-    "floating point": partial(AverageOfStates, integers=False),
     "buffers": lambda model, decay: swa_utils.AveragedModel(
         model, model.device, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
     ),
@@ -148,7 +130,7 @@ def test_an_average_of_patterns_is_refused(name: str, decay: float, device: str)
     model.device = torch.device(device)
     average = OTHERS[name](model, decay)
     x = randn(5, 192, dtype=torch.float32, device=device)
-    refused = name in ("states", "buffers", "buffers one by one") and decay != 0.999
+    refused = name.startswith("buffers") and decay != 0.999
     expected = pytest.raises(InvalidPatternError, match="use_buffers=False") if refused else nullcontext()
     with expected:
         for _ in range(3):
