@@ -77,12 +77,11 @@ _CPU_WORKSPACE = 1 << 29  # bytes; fixed, so that results do not depend on what 
 
 
 class Solution(NamedTuple):
-    """Pruned layer, where the dense one is, with its errors, damping and tokens as in `PrunedLayer`."""
+    """Pruned layer, where the dense one is, with its errors and tokens as in `PrunedLayer`."""
 
     layer: BlockSparseLinear
     error_before: float
     error: float
-    damping: float
     tokens: int
 
 
@@ -134,7 +133,7 @@ class Pruner:
         layer = built(self._linear, config, pattern, weight, kept, bias)
         stored = layer.to_linear().weight.detach().to(self._device)
         shift = None if layer.bias is None else layer.bias.detach().to(self._device).double()
-        return Solution(layer, before, self._error(stored, shift), self._moment.damping, self.tokens)
+        return Solution(layer, before, self._error(stored, shift), self.tokens)
 
     def _chosen(self, config: BlockSparseConfig, method: str) -> BlockPattern:
         block_shape, density = block_shape_of(config), config.density
@@ -349,7 +348,6 @@ class PrunedLayer:
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
             output in the dense model. For the first layer that is its own.
         error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
-        damping: of the second moment of the inputs, over the mean of its diagonal.
         tokens: of the calibration data that the layer has met.
         empty_rows: block rows without a block, whose outputs are the bias alone.
         empty_columns: block columns without a block, whose inputs nothing reads.
@@ -362,7 +360,6 @@ class PrunedLayer:
     density: float
     error_before: float
     error: float
-    damping: float
     tokens: int
     empty_rows: int
     empty_columns: int
@@ -371,7 +368,7 @@ class PrunedLayer:
     def row(self, *others: PrunedLayer) -> dict[str, str]:
         """Return the cells of a table, by column.
 
-        The experts of a projection share them: means, and the largest damping.
+        The experts of a projection share them, as means.
         """
         layers = (self, *others)
         least, most = (function(layer.tokens for layer in layers) for function in (min, max))
@@ -382,7 +379,6 @@ class PrunedLayer:
             "density": f"{fmean(layer.density for layer in layers):.3f}",
             "storage": storage_of(self.config.storage).describe(self.config.nm, self.config.activations),
             "tokens": f"{least:,} to {most:,}" if others else f"{least:,}",
-            "damping": f"{max(layer.damping for layer in layers):.2g}",
             "error before": f"{fmean(layer.error_before for layer in layers):.4f}",
             "error": f"{fmean(layer.error for layer in layers):.4f}",
         }
