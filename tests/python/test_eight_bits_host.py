@@ -487,7 +487,7 @@ def test_prepared_models_quantize_every_input_once(name: str, counted: list[int]
     ids = torch.arange(12)[None]
     with torch.no_grad():
         wanted = model(ids).logits
-    report = fuse_mlps_(model, ids, dry_run=True)
+    report = fuse_mlps_(model, ids)
     assert [mlp.storages for mlp in report.layers] == [(f"{name} W8A8",)] * 2 and not report.skipped
     assert f"silu  {name} W8A8" in str(report)
     tilesparse.prepare_for_inference_(model, ids)

@@ -163,7 +163,7 @@ class FusedMLP:
         }
 
 
-def fuse_mlps_(model: nn.Module, batch: Any = None, *, dry_run: bool = False) -> Report:
+def fuse_mlps_(model: nn.Module, batch: Any = None) -> Report:
     """Replace every MLP that a call shows to be one by a `BlockSparseMLP`, see its `from_module`.
 
     Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same
@@ -174,14 +174,12 @@ def fuse_mlps_(model: nn.Module, batch: Any = None, *, dry_run: bool = False) ->
         model: changed in place.
         batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
             tensor. None fuses only what is known without a call, a `torch.nn.Sequential`.
-        dry_run: only report what would be done.
 
     Returns:
         The fused MLPs, and modules with "MLP" in the name of their class that stay, with the reason.
     """
     targets, skipped = mlps_to_fuse(model, batch)
-    if not dry_run:
-        replace_modules(model, targets)
+    replace_modules(model, targets)
     return Report("fuse_mlps_", [_fused(target) for target in targets], skipped)
 
 

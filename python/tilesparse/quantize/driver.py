@@ -129,9 +129,9 @@ def _targets(
             _check_config(each)
     rules, names = rules_of(config, layers), names_of_modules(model)
     owners = owners_of_parameters(names)
-    options: dict[nn.Module, Any] = {}  # by which a module is quantized, or None
+    configs: dict[nn.Module, Any] = {}  # by which a module is quantized, or None
     refusal = refusal_of(
-        names, lambda module: _reason_to_skip(module, owners, options[module].config), exclude, filter_fn
+        names, lambda module: _reason_to_skip(module, owners, configs[module]), exclude, filter_fn
     )
     targets: dict[str, BlockSparseConfig] = {}
     skipped: list[SkippedLayer] = []
@@ -139,15 +139,15 @@ def _targets(
     for module, places in matching([rule.layers for rule in rules], names).items():
         if not places or not (is_linear(module) or _stacked(module)):
             continue
-        name, own = names[module][0], rules[places[0]].options
-        options[module] = own
+        name, own = names[module][0], rules[places[0]].config
+        configs[module] = own
         reason = STAYS_DENSE if own is None else refusal(name, module)
         if own is not None and reason is None:
-            targets[name] = own.config
+            targets[name] = own
         else:
             skipped.append(SkippedLayer(name, type(module).__name__, reason or STAYS_DENSE))
         if own is None or reason is None:
-            used.update(place for place in places if rules[place].options == own)
+            used.update(place for place in places if rules[place].config == own)
     unused = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
     why = "; ".join([*by_reason(skipped)][:3]) or "none is block-sparse"
     if unused and (layers is not None or isinstance(config, Mapping)):
