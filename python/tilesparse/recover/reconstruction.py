@@ -293,7 +293,7 @@ def _stacks(model: nn.Module) -> list[list[str]]:
     held = 0
     for stack in stacks(model, linear):
         container: Any = modules[stack]
-        blocks = [_join(stack, key) for key, _ in container.named_children()]
+        blocks = [f"{stack}.{key}".lstrip(".") for key, _ in container.named_children()]
         others = [block for other in found for block in other]
         if any(_is_within(a, b) or _is_within(b, a) for a in blocks for b in others):
             continue
@@ -340,9 +340,9 @@ def _parts(name: str, module: nn.Module) -> list[str]:
     parts = []
     for key, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            parts += _parts(_join(name, key), child)
+            parts += _parts(f"{name}.{key}".lstrip("."), child)
         elif _has_sparse(child):
-            parts.append(_join(name, key))
+            parts.append(f"{name}.{key}".lstrip("."))
     return parts
 
 
@@ -363,7 +363,3 @@ def _has_sparse(module: nn.Module) -> bool:
 def _is_within(name: str, block: str) -> bool:
     """Return True for the block and what lies in it; the name of the model itself is empty."""
     return not block or name == block or name.startswith(f"{block}.")
-
-
-def _join(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key

@@ -35,11 +35,11 @@ from .patterns import SCORES, Movement, check_states, load_movement, magnitudes,
 class Gradual:
     """Schedule that removes blocks of `BlockSparseLinear` layers in training, down to a density.
 
-    Step it after the optimizer. From ``begin`` to ``end``, in fractions of all steps, the density falls
-    from d₀ to d₁ as d(t) = d₁ + (d₀ - d₁) (1 - t)³, t from 0 to 1 (Zhu and Gupta, "To prune, or not to
-    prune", 2017), in a few events. Each removes the blocks of lowest score from every layer; of equal
-    scores the later slot goes. The defaults follow "The Journey Matters" (2025). Start with density 1 and
-    the policy "auto", which multiplies dense as long as that is faster.
+    Step it after the optimizer. From ``begin`` to ``end`` the density falls from d₀ to d₁ in a few events,
+    as d(t) = d₁ + (d₀ - d₁) (1 - t)³, t from 0 to 1 (Zhu and Gupta, "To prune, or not to prune", 2017). Each
+    removes the blocks of lowest score from every layer; of equal scores the later slot goes. The defaults
+    follow "The Journey Matters" (2025). Start with density 1 and the policy "auto", which multiplies dense as
+    long as that is faster.
 
     Removed blocks free their memory. Each weight stays the same Parameter, and its gradient and the
     optimizer's states are narrowed with it; a captured CUDA graph has to be captured again, and compiled code
@@ -49,15 +49,12 @@ class Gradual:
         model: has `BlockSparseLinear` layers in the storage "plain".
         optimizer: has their weights.
         density: at the end, above 0 and at most that of each layer.
-        steps: of the whole training.
+        steps: of the whole training, which the attribute ``steps`` counts.
         begin: when blocks begin to go, in fractions of ``steps``.
         end: when the last ones do.
         events: how often blocks are removed.
         score: "magnitude", the L1 norm of a block, or "movement", the sum of -weight · gradient over all
             steps so far (Sanh et al., "Movement Pruning", NeurIPS 2020).
-
-    Attributes:
-        steps: how many steps were counted.
 
     Raises:
         UnsupportedError: a weight is sharded, parametrized or not stored plain, or other processes train,
@@ -273,9 +270,8 @@ class BlockGates:
     Welling and Kingma, "Learning Sparse Neural Networks through L0 Regularization", ICLR 2018; temperature
     2/3, stretched to -0.1 … 1.1).
 
-    Gates are parametrizations of the weights: their parameters ``log_alpha`` are parameters of the model, and
-    the weights stay the same Parameters. Build the optimizer afterwards. Gates need a larger learning rate
-    than weights, 0.1 with Adam is a start, and no weight decay.
+    Gates are parametrizations of the weights, which stay the same Parameters. Build the optimizer afterwards.
+    Gates need a larger learning rate than weights, 0.1 with Adam is a start, and no weight decay.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which get gates.
