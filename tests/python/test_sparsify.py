@@ -228,16 +228,3 @@ def test_weights_that_cannot_be_read_are_left_alone_with_the_reason(name: str) -
     assert re.search(reason, {layer.name: layer.reason for layer in report.skipped}["0"])
     with pytest.raises(InvalidArgumentError, match=rf"linear must have a weight .* read: .*{reason}"):
         BlockSparseLinear.from_linear(model[0], block_shape=32)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_pruning_reads_sparse_weights() -> None:
-    batches = [torch.randn(200, 64, generator=seeded())]
-    reports = []
-    for weight in (gappy(), gappy().to_sparse_bsr(32), gappy().to_sparse_csr()):
-        torch.manual_seed(0)
-        model = stored(weight)
-        reports.append((str(prune_(model, BlockSparseConfig(0.25, 32), batches)), model(batches[0])))
-    for report, y in reports[1:]:
-        assert report == reports[0][0]
-        torch.testing.assert_close(y, reports[0][1])
