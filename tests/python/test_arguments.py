@@ -54,6 +54,7 @@ NOT_CALLED = {
         "BlockSparseLinear": "register_parameter",
         "BlockSparseMatrix": "to",
         "nn.ExpertsLinear": "cut from_linear",
+        "prune.allocation": "Allocation",
         "tuning": "AdviceReport",
         "tuning.Device": "of",
         "tuning.Product": "descriptor",

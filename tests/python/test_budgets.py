@@ -92,10 +92,11 @@ def test_the_knapsack_is_that_of_all_that_can_be_chosen(
 
 def test_a_plan_is_the_configs_and_the_sums_of_its_layers() -> None:
     model, profiles = Layers(), profiles_of()
+    of: Any = profiles
     total = 4 * 3 * 128 * 256
     plan = allocate(profiles, model, bytes=total // 2)
     assert sum(layer.cost for layer in plan.layers) == plan.cost <= total // 2
-    assert plan.error == sum(profiles[name].get(plan[name], 0.0) for name in NAMES)
+    assert plan.error == sum(of[name].get(plan[name], 0.0) for name in NAMES)
     assert list(plan) == list(NAMES)
     assert allocate(profiles, model, bytes=total) == dict.fromkeys(NAMES)
 

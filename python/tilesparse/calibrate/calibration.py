@@ -156,11 +156,13 @@ class Moments:
 
     def mean(self) -> Tensor:
         """Return the mean of X [features]."""
-        return self._sums / self._weight + (0 if self.origin is None else self.origin)
+        off: Tensor = self._sums / self._weight
+        return off if self.origin is None else off + self.origin
 
     def dense_mean(self) -> Tensor:
         """Return the mean of X₀ [features], where there are any."""
-        return self._dense_sums / self._weight + (0 if self.origin is None else self.origin)
+        off: Tensor = self._dense_sums / self._weight
+        return off if self.origin is None else off + self.origin
 
     def reordered(self, order: Tensor) -> Moments:
         """Return the moments of the same inputs with features in another order: order[i] becomes i."""

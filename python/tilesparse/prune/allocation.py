@@ -127,7 +127,7 @@ def allocate(
     costs: list[list[float]] = []
     errors: list[list[float]] = []
     for name, profile in profiles.items():
-        layer = modules.get(name)
+        layer: Any = modules.get(name)
         if not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
             raise InvalidArgumentError(f"profiles must name dense linear layers, got {name!r}")
         options.append([None, *checked_configs("profiles", name, profile, shape_of(layer))])
@@ -178,8 +178,8 @@ def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], b
     """
     try:
         from scipy import optimize, sparse
-    except ImportError as error:
-        raise ImportError(f"allocate needs SciPy (pip install scipy): {error}") from error
+    except ImportError as missing:
+        raise ImportError(f"allocate needs SciPy (pip install scipy): {missing}") from missing
     sizes = [len(of) for of in costs]
     cost, error = (np.concatenate([np.asarray(of, float) for of in parts]) for parts in (costs, errors))
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -198,7 +198,7 @@ def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], b
             options={"mip_rel_gap": GAP},
         )
         if found.x is None:  # only the cheapest items fit into what its tolerance leaves of the budget
-            return [min(range(len(of)), key=lambda item, of=of: of[item]) for of in costs]
+            return [of.index(min(of)) for of in costs]
         items = [int(part.argmax()) for part in np.split(found.x, starts[1:])]
         excess = float(cost[starts + items].sum()) - limit
         if excess <= 0:  # which its tolerance of constraints leaves open

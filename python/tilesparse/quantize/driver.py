@@ -104,7 +104,7 @@ def quantize_(
             for name, tensor in task.scaled.items():
                 model.get_parameter(name).copy_(tensor)
             for name, other in task.stored.items():
-                take_over(model.get_submodule(name), other)
+                take_over(task.layer(name), other)
     layers_changed(model)
     warn_of_few_tokens(model, {layer.name: layer.tokens for layer in task.layers if layer.name in weights})
     rough = [

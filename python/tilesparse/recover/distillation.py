@@ -124,8 +124,8 @@ class DistillationLoss:
         else:
             options: Any = {"use_reentrant": False, "preserve_rng_state": False}
             texts = max(1, AT_ONCE * len(ours) // ours.numel())
-            masks = [None] * len(ours) if mask is None else mask.split(texts)
-            parts = zip(ours.split(texts), theirs.split(texts), masks, strict=False)
+            masks = [None] * len(ours) if mask is None else torch.split(mask, texts)
+            parts = zip(torch.split(ours, texts), torch.split(theirs, texts), masks, strict=False)
             divergence = torch.stack([checkpoint(compare, *part, **options) for part in parts]).sum()
         return torch.mul(divergence / _count(ours, mask), self.temperature**2)
 
