@@ -90,7 +90,7 @@ def measure(
             calibrated=True,
             mean_error_before=round(statistics.mean(layer.error_before for layer in layers), 6),
             mean_error=round(statistics.mean(layer.error for layer in layers), 6),
-            smoothed=sum(layer.alpha is not None for layer in layers),
+            smoothed=sum(layer.smoothed_by is not None for layer in layers),
             nearest=round(statistics.mean(layer.nearest for layer in layers), 4),
             layers=len(layers),
             tokens=layers[0].tokens,

@@ -186,19 +186,25 @@ def nearest(embeddings: Tensor) -> Tensor:
     return likeness.fill_diagonal_(-math.inf).topk(NEIGHBOURS, -1).indices
 
 
-def hidden(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the outputs to distill: the last hidden states, which determine the embeddings."""
-    last = model(**batch).last_hidden_state
-    return {"last_hidden_state": last, "hidden_states": (last,)}
-
-
 def distilled(
     model: nn.Module, dense: nn.Module, batches: list[dict[str, Tensor]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     autocast = torch.bfloat16 if arguments.device != "cpu" else None
+
+    def outputs(module: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the last hidden states, which determine the embeddings."""
+        inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+        last = (
+            batch["targets"] if "targets" in batch and module is dense else module(**inputs).last_hidden_state
+        )
+        return {"last_hidden_state": last, "hidden_states": (last,)}
+
     with torch.no_grad(), torch.autocast(arguments.device, autocast, enabled=autocast is not None):
         # Every text is seen several times: the teacher's outputs are computed once.
-        targets = {id(batch): compact(hidden(dense, batch), autocast) for batch in batches}
+        targets = [
+            outputs(dense, batch)["last_hidden_state"].to(autocast or torch.float32) for batch in batches
+        ]
+        batches = [{**batch, "targets": last} for batch, last in zip(batches, targets, strict=True)]
     order = random.Random(arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, fused=arguments.device != "cpu")
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -206,21 +212,16 @@ def distilled(
     )
     history = distill_(
         model,
-        lambda batch: targets[id(batch)],
+        dense,
         (order.choice(batches) for _ in range(arguments.steps)),
         optimizer,
         loss=DistillationLoss(hidden_states=1.0, embeddings=1.0),
-        forward=hidden,
+        forward=outputs,
         scheduler=scheduler,
         clip=1.0,
         autocast=autocast,
     )
     return {"loss_first": history.loss[0], "loss_last": history.loss[-1]}
-
-
-def compact(outputs: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    last = outputs["last_hidden_state"].to(dtype or torch.float32)
-    return {"last_hidden_state": last, "hidden_states": (last,)}
 
 
 def measure(arguments: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -70,7 +70,8 @@ def brute_force(costs: list[list[float]], errors: list[list[float]], budget: flo
     )
 
 
-items = st.tuples(st.integers(0, 12) | st.floats(0, 12), st.integers(0, 9) | st.floats(0, 9))
+fractions = st.integers(0, 9 << 10).map(lambda number: number / 1024)
+items = st.tuples(st.integers(0, 12) | fractions, st.integers(0, 9) | fractions)
 
 
 @given(st.lists(st.lists(items, min_size=1, max_size=5), min_size=1, max_size=5), st.floats(0, 1))
@@ -81,48 +82,23 @@ def test_the_knapsack_is_that_of_all_that_can_be_chosen(
     costs, errors = ([[float(item[i]) for item in group] for group in groups] for i in (0, 1))
     least, most = sum(map(min, costs)), sum(map(max, costs))
     budget = least + part * (most - least)
-    found, best = solve(costs, errors, budget), brute_force(costs, errors, budget)
-    assert found.cost <= budget * (1 + 2 * solver.ROUNDING)
-    assert found.error <= best * (1 + 2 * solver.GAP) + 1e-12
-    assert found.bound <= best + 1e-12
-    assert found == solve(costs, errors, budget)
-
-
-def test_the_bound_is_one_where_states_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = torch.rand(2, 12, 9, generator=seeded()).tolist()
-    costs, errors = ([[0.0, *row] for row in of] for of in numbers)
-    budget = 0.3 * sum(map(max, costs))
-    exact = solve(costs, errors, budget)
-    assert exact.bound >= exact.error * (1 - 2 * solver.GAP)
-    monkeypatch.setattr(solver, "STATES", 3)
-    hasty = solve(costs, errors, budget)
-    assert hasty.bound <= exact.error <= hasty.error * (1 + 2 * solver.GAP)
-
-
-def test_a_large_model_is_solved_to_the_gap() -> None:
-    generator = seeded()
-    costs = [[0.1, 0.3, 0.55, 0.8, 1.0]] * 400
-    errors = [[*sorted(torch.rand(4, generator=generator).tolist(), reverse=True), 0.0] for _ in range(400)]
-    found = solve(costs, errors, 200.0)
-    assert found.error - found.bound <= 2 * solver.GAP * found.error
+    chosen, best = solve(costs, errors, budget), brute_force(costs, errors, budget)
+    cost, error = (sum(of[item] for of, item in zip(parts, chosen, strict=True)) for parts in (costs, errors))
+    assert cost <= budget * (1 + 2 * solver.ROUNDING) and error <= best * (1 + 2 * solver.GAP) + 1e-8
 
 
 # Budgets
 
 
-def test_parameters_are_those_that_are_multiplied() -> None:
+def test_a_plan_is_the_configs_and_the_sums_of_its_layers() -> None:
     model, profiles = Layers(), profiles_of()
-    total = 3 * 128 * 256
-    plan = allocate(profiles, model, parameters=total // 2)
+    of: Any = profiles
+    total = 4 * 3 * 128 * 256
+    plan = allocate(profiles, model, bytes=total // 2)
     assert sum(layer.cost for layer in plan.layers) == plan.cost <= total // 2
-    for layer in plan.layers:
-        assert layer.config is not None
-        kept = layer.config.density * layer.dense_cost
-        assert layer.cost == (kept if layer.config.nm is None else kept / 2)
-    assert plan.error == sum(profiles[name][plan[name]] for name in NAMES)
-    assert plan.gap <= 2 * solver.GAP
-    assert list(plan) == list(NAMES) and dict(plan) == plan
-    assert dict(allocate(profiles, model, parameters=total)) == dict.fromkeys(NAMES)
+    assert plan.error == sum(of[name].get(plan[name], 0.0) for name in NAMES)
+    assert list(plan) == list(NAMES)
+    assert allocate(profiles, model, bytes=total) == dict.fromkeys(NAMES)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -135,7 +111,7 @@ def test_bytes_are_those_of_the_layers(config: Config) -> None:
     assert plan.cost == sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
 
 
-@given(st.floats(0, 1), st.sampled_from(["parameters", "bytes", "milliseconds"]))
+@given(st.floats(0, 1), st.sampled_from(["bytes", "milliseconds"]))
 @settings(max_examples=40)
 def test_budgets_are_met(part: float, unit: str) -> None:
     model, profiles, report = Layers(), profiles_of(), report_of()
@@ -148,7 +124,6 @@ def test_budgets_are_met(part: float, unit: str) -> None:
     budget = min(most, least + part * (most - least))
     plan = allocate(profiles, model, **(options | {unit: budget}))
     assert plan.cost <= budget * (1 + 1e-9)
-    assert plan.bound <= plan.error
 
 
 def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
@@ -166,27 +141,18 @@ def test_latency_chooses_what_is_fast_and_keeps_dense_what_is_not() -> None:
     assert all(config is None or config.density < 0.75 for config in plan.values())
 
 
-def test_the_report_says_what_was_chosen_and_how_well() -> None:
-    text = str(allocate(profiles_of(), Layers(), milliseconds=2.0, report=report_of()))
-    lines = text.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == list(NAMES)
-    assert "256x128" in lines[1] and lines[4].startswith("sum") and "3.0000" in lines[4]
-    assert "no config has an error below" in lines[5]
-    assert lines[6] == "measured on A device in bfloat16"
-
-
 ENOUGH = {"bytes": 500_000}
 ALLOCATE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no budget": ({}, "exactly one"),
-    "two": ({"parameters": 1, "bytes": 1}, "exactly one"),
+    "two": ({"milliseconds": 1, "bytes": 1}, "exactly one"),
     "negative": ({"bytes": -1}, "bytes must"),
-    "nan": ({"parameters": math.nan}, "parameters must"),
-    "a text": ({"parameters": "1"}, "parameters must"),
+    "nan": ({"bytes": math.nan}, "bytes must"),
+    "a text": ({"bytes": "1"}, "bytes must"),
     "no report": ({"milliseconds": 5.0}, "report must"),
     "no need of one": ({**ENOUGH, "report": report_of()}, "report must"),
     "no profiles": ({**ENOUGH, "profiles": {}}, "profiles must have at least one"),
-    "no layer": ({**ENOUGH, "profiles": {"in": {}}}, "profiles must .*'in': no layer"),
-    "not dense": ({**ENOUGH, "profiles": {"": {}}}, "profiles must .*: Layers"),
+    "no layer": ({**ENOUGH, "profiles": {"in": {}}}, "profiles must .*'in'"),
+    "not dense": ({**ENOUGH, "profiles": {"": {}}}, "profiles must .*''"),
     "nan error": ({**ENOUGH, "profiles": {"up": {PLAIN[0]: math.nan}}}, "profiles: .*'up'"),
     "none kept": ({**ENOUGH, "profiles": {"up": {Config(0.01, (64, 64)): 0.1}}}, "'up': density"),
     "no time": (
@@ -203,37 +169,13 @@ def test_what_allocate_refuses(name: str) -> None:
         allocate(**{"profiles": profiles_of(), "model": Layers(), **options})
 
 
-def test_one_layer_under_two_names() -> None:
-    model = Layers()
-    model.again = model.up
-    with pytest.raises(InvalidArgumentError, match="'again' and 'up' are one layer"):
-        allocate({"up": {}, "again": {}}, model, bytes=1 << 20)
-
-
 # Configs
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((2, (64, 64)), "density must be"),
-        (("half", (64, 64)), "density must be"),
-        ((0.5, (48, 64)), "block_shape must be"),
-        ((0.5, (64, 64), (1, 4)), "nm must be"),
-        ((0.5, (16, 16), (2, 4)), "nm: 2:4"),
-        ((0.5, (64, 64), None, "x"), "storage must"),
-        ((0.5, (64, 64), None, "compressed"), "storage must not be 'compressed'"),
-    ],
-)
-def test_configs_are_refused_where_they_are_made(arguments: Any, text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=text):
-        Config(*arguments)
 
 
 def test_configs_as_a_program_has_them() -> None:
     """Numbers of NumPy, and one number for both sides."""
     loose: Any = Config(np.float32(0.5), 32)
-    plan = allocate({"up": {loose: np.float32(0.1)}}, Layers(), parameters=np.int64(16 * 1024))
+    plan = allocate({"up": {loose: np.float32(0.1)}}, Layers(), bytes=np.int64(80_000))
     assert plan == {"up": Config(0.5, (32, 32))}
 
 
@@ -257,26 +199,27 @@ def test_a_plan_is_what_a_model_becomes() -> None:
     batches = [torch.randn(256, 64, generator=seeded(seed)) for seed in range(4)]
     configs = [Config(density, (block, 32)) for density in (0.25, 0.5, 0.75) for block in (16, 32)]
     profiles = measure_errors(model, batches, [*configs, Config(0.5, (32, 32), (2, 4), "compressed")])
-    budget = (64 * 128 + 128 * 128 + 128 * 64) // 2
-    plan = allocate(profiles, model, parameters=budget)
+    budget = 4 * (64 * 128 + 128 * 128 + 128 * 64) // 2
+    plan = allocate(profiles, model, bytes=budget)
     report = prune_(model, plan, batches)
     pruned = {layer.name: layer for layer in report.layers}
     assert set(pruned) == {name for name, config in plan.items() if config is not None}
-    multiplied = 0
+    stored = 0
     for name, config in plan.items():
         module: Any = model.get_submodule(name)
         if config is not None:
             assert isinstance(module, BlockSparseLinear) and pruned[name].config == config
             found = module.storage, module.nm, module.block_shape
             assert found == (config.storage, config.nm, config.block_shape)
-        multiplied += module.weight.numel()
-    assert multiplied == plan.cost <= budget
+        tensors = (module.weight, *module.buffers())
+        stored += sum(tensor.nbytes for tensor in tensors)
+    assert stored == plan.cost <= budget
 
 
 def test_a_plan_that_leaves_all_dense_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
     layers = list(model)
-    plan = allocate({"0": {Config(0.5, (32, 32)): 0.1}, "2": {}}, model, parameters=64 * 96)
+    plan = allocate({"0": {Config(0.5, (32, 32)): 0.1}, "2": {}}, model, bytes=4 * 64 * 96)
     report = prune_(model, plan, [torch.randn(4, 64)])
     assert list(model) == layers and report.layers == [] and report.before == report.after
     assert [layer.name for layer in report.skipped] == ["0", "2"] and "its config is None" in str(report)

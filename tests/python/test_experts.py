@@ -542,15 +542,15 @@ def test_budgets_are_spent_on_single_experts() -> None:
     profiles = measure_errors(model, batches, configs, layers=r".*experts\.")
     assert all(len(own) == 3 for own in profiles.values())
     weights = sum(p.numel() for experts in experts_of(model).values() for p in experts.parameters())
-    plan = allocate(profiles, model, parameters=weights // 2)
+    plan = allocate(profiles, model, bytes=weights * 2)
     report = prune_(model, plan, batches)
     densities = {layer.density for layer in report.layers}
     assert len(densities) > 1
     kept = sum(p.numel() for experts in sparse_experts_of(model).values() for p in experts.parameters())
     assert kept <= weights // 2
     first = next(iter(profiles))
-    with pytest.raises(InvalidArgumentError, match="must agree in block_shape"):
-        other = dict.fromkeys(profiles, configs[0]) | {first: ts.BlockSparseConfig(0.5, 32)}
+    other = dict.fromkeys(profiles, configs[0]) | {first: ts.BlockSparseConfig.w8a16(block_shape=BLOCK)}
+    with pytest.raises(InvalidArgumentError, match="must agree in storage"):
         prune_(ZOO[kind].make(), other, batches)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,8 +23,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaModel,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
@@ -34,7 +31,7 @@ from transformers import (
 )
 
 from tilesparse import BlockPattern, BlockSparseLinear, cli, prune_
-from tilesparse.calibrate.calibration import Damped, Moments
+from tilesparse.calibrate.calibration import Damped, Moments, damped
 from tilesparse.cli.demo import GPT
 from tilesparse.cli.demo import SIZES as DEMO
 from tilesparse.config import BlockSparseConfig as Config
@@ -103,14 +100,6 @@ def test_refit_minimises_the_damped_error_of_the_data_themselves() -> None:
         right = (stacked @ weight[row])[:, None]
         expected = torch.linalg.lstsq(stacked[:, kept], right).solution[:, 0]
         assert float((found[row, kept] - expected).norm()) <= 1e-9 * float(expected.norm())
-
-
-def test_empty_rows_and_all_blocks() -> None:
-    _, weight, second = layer_problem()
-    mask = torch.tensor([[False] * 5, [True] * 5, [False, True, False, False, True]])
-    found = driver.solve(weight, driver.damped(second), BlockPattern.from_block_mask(mask, block_shape=B))
-    assert found[:B].count_nonzero() == 0
-    torch.testing.assert_close(found[B : 2 * B], weight[B : 2 * B])
 
 
 @pytest.mark.parametrize("cols", [5, 40])
@@ -199,20 +188,12 @@ def test_damping_grows_where_it_is_too_weak() -> None:
 
 @pytest.mark.parametrize(
     "second",
-    [torch.full((32, 32), torch.nan), torch.zeros(32, 16), -torch.eye(32)],
-    ids=["nan", "shape", "sign"],
+    [torch.full((32, 32), torch.nan), -torch.eye(32)],
+    ids=["nan", "sign"],
 )
 def test_what_is_no_second_moment_is_refused(second: Tensor) -> None:
     with pytest.raises(InvalidArgumentError, match="second_moment"):
         driver.damped(second)
-
-
-def test_damping_is_a_finite_number() -> None:
-    second = layer_problem()[2]
-    assert driver.damped(second, 1e9).damping == 1e9
-    for damping in (-1, float("nan"), "much"):
-        with pytest.raises(InvalidArgumentError, match="damping must be"):
-            driver.damped(second, damping)  # type: ignore[arg-type]
 
 
 def test_dead_inputs_keep_their_weights_and_cost_nothing() -> None:
@@ -390,14 +371,15 @@ def test_reported_errors_are_those_of_the_layers() -> None:
     assert "128x64" in text and f"{pruned.error:.4f}" in text and "by obs" in text
 
 
-def test_later_layers_make_up_for_what_was_pruned_before() -> None:
+def test_later_layers_make_up_for_what_was_pruned_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all of its blocks a layer becomes the best one there is for the inputs in the pruned model, and
     what it is to give: the mean of what it gives there and of what it gives in the dense model.
     """
     case = CASES["mlp"]()
     dense = copy.deepcopy(case.model)
     configs = {"0": Config(0.25, (16, 16)), "2": Config(1.0, (16, 16))}
-    prune_(case.model, configs, case.batches, damping=1e-6)
+    monkeypatch.setattr(driver, "damped", lambda second: damped(second, 1e-6))
+    prune_(case.model, configs, case.batches)
     data = torch.cat(case.batches)
     x = torch.relu(case.model[0](data)).detach().double()
     in_dense, old = (dense[2](z).detach().double() for z in (torch.relu(dense[0](data)), x.float()))
@@ -556,28 +538,19 @@ def test_the_page_runs() -> None:
 
 
 class Chain(nn.Module):
-    """Blocks; the first may have another name, and every second one gets an offset if a batch is long."""
+    """Blocks; the first may have another name."""
 
-    def __init__(self, alias: bool = False, longest: int = 1000) -> None:
+    def __init__(self, alias: bool = False) -> None:
         super().__init__()
-        blocks = nn.ModuleList(Offset() for _ in range(3))
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
         if alias:
             self.first = blocks[0]
-        self.blocks, self.longest = blocks, longest
+        self.blocks = blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x, 3.0 if number % 2 and len(x) > self.longest else 0.0)
+        for block in self.blocks:
+            x = block(x)
         return x
-
-
-class Offset(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor, offset: float) -> Tensor:
-        return torch.tanh(self.linear(x) + offset)
 
 
 def errors_of(model: nn.Module, batches: list[Any]) -> list[float]:
@@ -591,16 +564,6 @@ def test_blocks_behind_one_with_two_names_see_it_pruned() -> None:
     plain, aliased = Chain(), Chain(alias=True)
     aliased.load_state_dict(plain.state_dict(), strict=False)
     assert errors_of(aliased, vectors()) == errors_of(plain, vectors())
-
-
-def test_blocks_may_be_called_alike_for_short_batches_only() -> None:
-    torch.manual_seed(0)
-    model, (short, *_) = Chain(longest=100), vectors()
-    other, long = copy.deepcopy(model), inputs(200, 64, 9).float()
-    # Shares of squared outputs, of which float32 rounds some 1e-7.
-    assert errors_of(model, [short, long]) == pytest.approx(
-        errors_of(other, [long, short]), rel=1e-4, abs=1e-6
-    )
 
 
 def test_inputs_may_vary_little_about_a_large_mean() -> None:
@@ -617,7 +580,7 @@ def test_inputs_may_vary_little_about_a_large_mean() -> None:
     order = torch.randperm(64, generator=seeded())
     torch.testing.assert_close(moments.reordered(order).second(), moments.second()[order][:, order])
     (layer,) = prune_(model, Config(0.5, 16), list(x.split(128))).layers
-    assert layer.damping == 0.01 and layer.error < 1e-6
+    assert layer.error < 1e-6
 
 
 def test_layers_pruned_in_inference_mode_train() -> None:
@@ -655,19 +618,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "transposable": ({"config": Config(0.5, 64, (2, 4), transposable=True)}, "config: transposable must be"),
     "no config": ({"config": 0.5}, "config must be"),
     "configs in a list": ({"config": [Config(0.5, (16, 16))]}, "config must be"),
-    "a density": ({"config": {"0": 0.5}}, r"config\['0'\] must be a BlockSparseConfig"),
-    "no configs": ({"config": {}}, "config must have a config for a name"),
-    "configs of nothing": ({"config": {"9": None}}, "got '9'"),
-    "configs of others": ({"config": {"1": Config(0.5, 16)}}, "got '1' .*not nn.Linear"),
-    "configs and layers": ({"config": {"0": None}, "layers": "0"}, "layers must be None beside"),
     "no block": ({"config": Config(0.001, 16)}, "rounds to none"),
-    "damping": ({"damping": -1}, "damping"),
-    "damping beyond all floats": ({"damping": 10**400}, "damping must be"),
     "refit": ({"refit": 1}, "refit"),
-    "regex": ({"layers": "("}, "layers must be a name or a regular expression"),
-    "nothing matches": ({"layers": "decoder"}, "no layer is left"),
     "does not fit": ({"layers": "4"}, "layer '4'"),
-    "exclude of nothing": ({"exclude": "9"}, "exclude must match modules of the model, got '9'"),
     "device": ({"device": "cuda:99"}, "device"),
     "meta device": ({"device": "meta"}, "device must have memory"),
 }
@@ -787,33 +740,15 @@ def test_experts_that_stay_dense_are_named() -> None:
     whole = sum(parameter.numel() for parameter in case.model.parameters())
     experts = sum(p.numel() for name, p in case.model.named_parameters() if ".experts." in name)
     assert experts > 0.9 * whole
-    report, said = messages(lambda: prune_(case.model, Config(0.5, 16), case.batches))
+    report = prune_(case.model, Config(0.5, 16), case.batches)
     assert all("self_attn" in layer.name for layer in report.layers)
     assert ["it holds extra" in one.reason for one in report.skipped if ".experts" in one.name] == [True] * 2
     found = sum(one.share for one in report.dense if ".experts." in one.name)
     assert found == pytest.approx(experts / whole, rel=1e-4)
     assert "model.layers.*.mlp.experts.gate_up_proj" in str(report)
-    (dense,) = [one for one in said if "are in no linear layer and stay dense" in one]
-    assert "model.layers.*.mlp.experts.down_proj (2)" in dense
     known = Case(mixtral, tokens(), "model.layers")
-    report, said = messages(
-        lambda: prune_(known.model, Config(0.5, 32), known.batches, method="magnitude", refit=False)
-    )
+    report = prune_(known.model, Config(0.5, 32), known.batches, method="magnitude", refit=False)
     assert "model.layers.0.mlp.experts.gate_up.* (24)  256x64" in str(report)
-    assert not any("stay dense" in one for one in said)
-
-
-def test_expressions_that_prune_nothing_raise() -> None:
-    model = mlp()
-    before = state(model)
-    for layers in (["0$", "decoder"], ["0$", "1$"], ["decoder"]):
-        with pytest.raises(InvalidArgumentError, match=f"{re.escape(layers[-1])}|no layer is left"):
-            prune_(model, Config(0.5, 16), vectors(), layers=layers)
-        assert unchanged(model, before)
-    report = prune_(model, Config(0.5, 16), vectors(), layers=["decoder"], strict=False)
-    assert not report.layers and unchanged(model, before)
-    report = prune_(model, Config(0.5, 16), vectors(), layers=["0$", "decoder"], strict=False)
-    assert [layer.name for layer in report.layers] == ["0"]
 
 
 def test_layers_that_cannot_be_cut_are_skipped_unless_named() -> None:
@@ -893,15 +828,3 @@ def test_an_input_that_is_written_to_between_layers_is_another_one() -> None:
         prune_(model, Config(0.5, (16, 16)), vectors())
     for name, tensor in models[0].state_dict().items():
         assert torch.equal(tensor, models[1].state_dict()[name]), name
-
-
-def test_layers_that_are_never_called_are_named() -> None:
-    def mamba() -> MambaModel:
-        sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
-        return MambaModel(MambaConfig(**sizes, time_step_rank=32))
-
-    case = Case(mamba, tokens(), "layers")
-    with pytest.raises(InvalidArgumentError, match=r"run layer 'layers\.0\.mixer\.dt_proj'"):
-        prune_(case.model, Config(0.5, 16), case.batches)
-    report = prune_(case.model, Config(0.5, 16), case.batches, exclude="dt_proj")
-    assert len(report.layers) == 6 and all(y.isfinite().all() for y in case.outputs())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import tilesparse as ts
 from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, BlockSparseMatrix, quantize_
 from tilesparse.calibrate.calibration import damped
 from tilesparse.calibrate.stream import tensors_in
-from tilesparse.errors import InvalidArgumentError, UnsupportedError
+from tilesparse.errors import InvalidArgumentError
 from tilesparse.nn.weight import dense_blocks, kept_mask
 from tilesparse.quantize import plan, smooth
 from tilesparse.quantize.plan import RoundedWeight, round_weight
@@ -51,45 +52,31 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, gated: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.gate = linear(WIDTH, HIDDEN) if gated else None
-        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+        self.gate, self.up, self.down = linear(WIDTH, HIDDEN), linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x)
-        y = nn.functional.silu(self.gate(x)) * y if self.gate is not None else nn.functional.gelu(y)
-        out: Tensor = self.down(y)
+        out: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Block(nn.Module):
-    def __init__(self, gated: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.before, self.attention = nn.RMSNorm(WIDTH), Attention()
-        self.between, self.mlp = nn.LayerNorm(WIDTH), MLP(gated)
+        self.between, self.mlp = nn.LayerNorm(WIDTH), MLP()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x))
         return x + self.mlp(self.between(x))  # type: ignore[no-any-return]
 
 
-class Model(nn.Module):
-    def __init__(self, gated: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(gated) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def model(gated: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+def model(dtype: torch.dtype = torch.float32) -> Any:
     """A model in which three features of each input that can be smoothed are far larger than the others."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        made: Any = Model(gated).to(dtype).eval()
+        made: Any = nn.Sequential(OrderedDict(blocks=nn.Sequential(Block(), Block()))).to(dtype).eval()
         for parameter in made.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape).to(dtype))
@@ -100,11 +87,10 @@ def model(gated: bool = True, dtype: torch.dtype = torch.float32) -> Any:
             attention, mlp = block.attention, block.mlp
             for layer in (attention.q, attention.k, attention.v):
                 scale_columns(layer, [0, 1, 2])
-            for layer in (mlp.up, *([mlp.gate] if gated else [])):
+            for layer in (mlp.up, mlp.gate):
                 scale_columns(layer, [5, 6, 7])
-            if gated:
-                scale_columns(mlp.down, [10, 20, 30])
-                scale_rows(mlp.up, [10, 20, 30])
+            scale_columns(mlp.down, [10, 20, 30])
+            scale_rows(mlp.up, [10, 20, 30])
             scale_columns(attention.o, [1, HEAD + 1, 2 * HEAD + 4, 3 * HEAD + 4])
             scale_rows(attention.v, [1, HEAD + 4])
         return made
@@ -210,7 +196,7 @@ def only_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled(self: Search, source: Tensor | None) -> Any:
         found = best(self, source)
         columns = None if source is None else self.factors(0.5, source)
-        return found._replace(alpha=0.5, columns=columns)
+        return found._replace(columns=columns)
 
     monkeypatch.setattr(Search, "best", scaled)
     monkeypatch.setattr(BlockSparseLinear, "to_storage", lambda self, *_, **__: self)
@@ -223,7 +209,7 @@ def only_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("only_scaled")
 def test_smoothing_keeps_every_bit_of_the_function(device: str, dtype: torch.dtype) -> None:
-    made = model(dtype=dtype).to(device)
+    made = model(dtype).to(device)
     before, x = copy.deepcopy(made), batches(3, dtype)[2].to(device)
     report = quantize_(made, W8A8, batches(2, dtype))
     assert [layer.reason for layer in report.layers] == 14 * [None]
@@ -276,7 +262,7 @@ def test_clipping_lowers_the_error_of_large_weights_that_matter_little(
     for layer in (plain[0], plain[2]):
         layer.to_storage("int8", activations="int8")
     report = quantize_(clipped, W8A8, data)
-    assert report.layers[0].clipped > 0.8 and report.layers[0].error < 0.5 * report.layers[0].error_before
+    assert report.layers[0].error < 0.5 * report.layers[0].error_before
     with torch.no_grad():
         wrong = [float((each(data[0]) - made(data[0])).square().sum()) for each in (clipped, plain)]
     assert wrong[0] < 0.5 * wrong[1]
@@ -435,20 +421,7 @@ def test_weights_that_can_be_stored_stay_as_they_are(name: str) -> None:
     values[:, :, 0] = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0}[name]
     weight = BlockSparseMatrix(values, pattern).to_dense()
     found = rounded(weight, pattern, second_of(correlated(500)), name)
-    assert torch.equal(found.values, values) and found.error == 0 and found.clipped == 0
-
-
-@pytest.mark.parametrize("name", STORAGES)
-def test_uncorrelated_inputs_leave_rounding_to_the_nearest(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "CLIP_RATIOS", (1.0,))
-    weight, pattern = case(0.5)
-    storage = stored_as(name)
-    blocks = BlockSparseMatrix.from_dense(weight, pattern).values
-    plain = storage.rounded(blocks, storage.limits_of(blocks))
-    found = rounded(weight, pattern, torch.eye(IN, dtype=torch.float64), name)
-    assert torch.equal(found.values, plain) and found.error == found.error_before
+    assert torch.equal(found.values, values) and found.error == 0
 
 
 def test_rows_that_would_lose_are_rounded_to_the_nearest() -> None:
@@ -473,19 +446,11 @@ def test_fewer_tokens_than_features_are_damped(tokens: int) -> None:
         assert found.error < 0.7 * found.error_before
 
 
-def test_features_that_are_always_zero_or_equal_do_no_harm() -> None:
-    weight, pattern = case(1.0)
-    x = correlated(500)
-    x[:, 3], x[:, 40] = 0, x[:, 41]
-    found = rounded(weight, pattern, second_of(x), "int4")
-    assert bool(found.values.isfinite().all()) and found.error < found.error_before
-
-
 def test_empty_patterns_and_rows_are_allowed() -> None:
     second = second_of(correlated(100))
     empty = BlockPattern.from_block_mask(torch.zeros(4, 8, dtype=torch.bool), block_shape=BLOCK)
     found = rounded(torch.zeros(OUT, IN), empty, second, "int4")
-    assert found.values.shape == (0, BLOCK, BLOCK) and found.error == 0 and found.clipped == 0
+    assert found.values.shape == (0, BLOCK, BLOCK) and found.error == 0
     mask = torch.ones(4, 8, dtype=torch.bool)
     mask[2] = False
     weight, _ = case(1.0)
@@ -539,42 +504,7 @@ def test_errors_of_rounded_layers_are_those_of_the_stored_ones() -> None:
             assert float(of_tokens.mean()) == pytest.approx(layer.error, rel=1e-3), layer.name
 
 
-def test_layers_of_2_4_are_skipped() -> None:
-    made = chain()
-    made.head = BlockSparseLinear(IN, OUT, density=0.5, block_shape=32, nm=(2, 4))
-    for storage, reason in (
-        ("int8", "2:4, whose weights are rounded one by one"),
-        ("int4", "nm must be None"),
-    ):
-        report = quantize_(copy.deepcopy(made), BlockSparseConfig(storage=storage), correlated_batches(2))
-        assert [layer.name for layer in report.skipped] == ["head"]
-        assert reason in report.skipped[0].reason
-
-
 # ---- what it leaves alone ----
-
-
-class Shared(nn.Module):
-    """A norm whose output goes past a layer, too, as in BERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.one, self.two = nn.LayerNorm(WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return x + self.two(nn.functional.gelu(self.one(x)))  # type: ignore[no-any-return]
-
-
-def test_inputs_that_cannot_be_scaled_are_left_alone_and_reported() -> None:
-    made = Shared()
-    norm = made.norm.weight.detach().clone()
-    report = quantize_(made, W8A8, batches())
-    assert [layer.smoothed_by for layer in report.layers] == [None, None]
-    assert report.layers[0].reason == "something else reads what norm gives"
-    assert report.layers[1].reason == "no module before it can take its scales"
-    assert torch.equal(made.norm.weight, norm)
-    assert "not smoothed: one (BlockSparseLinear): something else reads what norm gives" in str(report)
 
 
 class ReadBlock(nn.Module):
@@ -685,13 +615,10 @@ def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
     made.blocks[1].mlp.gate.weight = made.blocks[1].mlp.up.weight
     report = quantize_(made, W8A8, batches())
     found = {layer.name: layer.reason for layer in report.layers}
-    cannot = "no module before it can take its scales; {} cannot: {}"
-    shared = cannot.format("blocks.1.before", "it shares a parameter with another module")
-    assert found["blocks.1.attention.q"] == shared
+    assert found["blocks.1.attention.q"] == "no module before it can take its scales"
     for name in ("q", "k"):
         assert found[f"blocks.0.attention.{name}"] == "blocks.0.attention.v: its weight is stored as 'int8'"
-    stored = cannot.format("blocks.0.attention.v", "its weight is stored as 'int8'")
-    assert found["blocks.0.attention.o"] == stored
+    assert found["blocks.0.attention.o"] == "no module before it can take its scales"
     again = "to_storage('plain') makes it dense blocks again"
     assert {layer.name: layer.reason for layer in report.skipped} == {
         "blocks.0.attention.v": f"already stored as int8 W8A8; {again}",
@@ -707,17 +634,6 @@ def test_shared_parameters_and_layers_in_8_bits_are_not_scaled() -> None:
 def assert_unchanged(made: nn.Module, before: nn.Module) -> None:
     for (name, tensor), old in zip(made.state_dict().items(), before.state_dict().values(), strict=True):
         assert torch.equal(tensor, old), name
-
-
-def test_a_second_call_says_what_is_stored_already() -> None:
-    made = model()
-    quantize_(made, W8A8, batches(1))
-    before = copy.deepcopy(made)
-    with pytest.raises(InvalidArgumentError, match=r"no layer is left to quantize.*already stored as int8"):
-        quantize_(made, W8A8, batches(1))
-    report = quantize_(made, W8A8, batches(1), strict=False)
-    assert not report.layers and len(report.skipped) == 14
-    assert_unchanged(made, before)
 
 
 @pytest.mark.parametrize(
@@ -751,9 +667,10 @@ def test_errors_midway_change_nothing(config: BlockSparseConfig, monkeypatch: py
     with pytest.raises(InvalidArgumentError, match=rf"batch 2 \(counted from 0\).*'{first}'"):
         quantize_(made, config, data)
     assert_unchanged(made, before)
-    made.unused, data = linear(IN, IN), data[:2]
+    owner, data = made.blocks[0] if config is W8A8 else made, data[:2]
+    owner.unused = linear(IN, IN)
     before = copy.deepcopy(made)
-    with pytest.raises(InvalidArgumentError, match="batches must run layer 'unused'"):
+    with pytest.raises(InvalidArgumentError, match=r"batches must run layer '.*unused'"):
         quantize_(made, config, data)
     assert_unchanged(made, before)
     calls, to_storage = [], BlockSparseLinear.to_storage
@@ -766,7 +683,7 @@ def test_errors_midway_change_nothing(config: BlockSparseConfig, monkeypatch: py
 
     monkeypatch.setattr(BlockSparseLinear, "to_storage", failing)
     with pytest.raises(MemoryError):
-        quantize_(made, config, data, layers="blocks")
+        quantize_(made, config, data, exclude="unused")
     assert_unchanged(made, before)
 
 
@@ -782,26 +699,12 @@ def test_2_4_layers_keep_their_masks() -> None:
     assert torch.equal(kept, mask)
 
 
-def test_weights_under_norms_are_refused() -> None:
-    made = model()
-    nn.utils.parametrizations.weight_norm(made.blocks[0].mlp.up)
-    with pytest.raises(UnsupportedError, match=r"weight_norm|WeightNorm"):
-        quantize_(made, W8A8, batches(1))
-
-
 def test_a_weight_that_is_not_finite_is_named() -> None:
     made = chain()
     with torch.no_grad():
         made.head.weight[0, 0, 0] = torch.inf
     with pytest.raises(InvalidArgumentError, match=r"layer 'head': weight must be finite"):
         quantize_(made, W4A16, correlated_batches(2))
-
-
-def test_few_tokens_are_warned_of() -> None:
-    with pytest.warns(
-        UserWarning, match=r"at least as many tokens as it has inputs.*got 128 of 129 at blocks"
-    ):
-        quantize_(chain(), W4A16, correlated_batches(1))
 
 
 # ---- values of to_storage ----
@@ -817,15 +720,3 @@ def test_given_values_are_stored_and_count_in_the_error(name: str) -> None:
     torch.testing.assert_close(dense_blocks(layer), given)
     expected = float((given - weight).norm() / weight.norm())
     assert layer.storage_error == pytest.approx(expected, rel=1e-4)
-
-
-def test_values_that_do_not_fit_are_refused() -> None:
-    layer = BlockSparseLinear(IN, OUT, density=0.5, block_shape=BLOCK)
-    weight = dense_blocks(layer)
-    with pytest.raises(InvalidArgumentError, match=r"values must be \[16, 16, 16\]"):
-        layer.to_storage("int4", values=weight[:3])
-    with pytest.raises(InvalidArgumentError, match="values must be None with storage 'plain'"):
-        layer.to_storage("plain", values=weight)
-    with pytest.raises(InvalidArgumentError, match="must be finite"):
-        layer.to_storage("int4", values=weight / 0)
-    assert layer.storage == "plain" and torch.equal(layer.weight, weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,14 +14,11 @@ from torch import Tensor, nn
 from torch.masked import masked_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import tilesparse
 from tilesparse import BlockPattern, BlockSparseLinear, prune_, sparsify_
-from tilesparse._checks import check_block_shape
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
-from tilesparse.model.match import NamePattern, matching
+from tilesparse.model.match import NamePattern
 from tilesparse.storage.formats import storage_of
-from tilesparse.tuning.product import Product
 
 CONFIG = BlockSparseConfig(0.5, 16)
 SIZES: dict[str, Any] = {
@@ -59,35 +55,6 @@ def test_conv1d_and_layers_that_cannot_be_cut() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
     report = sparsify_(model, CONFIG)
     assert sparse(model) == {"0"} and "no multiple of 16" in report.skipped[-1].reason
-
-
-def test_the_filter_takes_the_layer_and_its_name() -> None:
-    model, seen = llama(), []
-
-    def filter_fn(module: nn.Module, name: str) -> bool:
-        assert type(module) is nn.Linear and model.get_submodule(name) is module
-        seen.append(name)
-        return "mlp" in name or name == "lm_head"
-
-    linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}
-    report = sparsify_(model, CONFIG, filter_fn=filter_fn)
-    assert {*seen} == linear
-    assert sparse(model) == {name for name in linear if "mlp" in name or name == "lm_head"}
-    reasons = {layer.name: layer.reason for layer in report.skipped}
-    assert reasons["model.layers.0.self_attn.q_proj"] == "filter_fn refuses it"
-
-
-def test_each_name_has_a_config_of_its_own() -> None:
-    model = llama()
-    quarter = BlockSparseConfig(0.25, (32, 16), storage="int8", granularity="block", policy="auto")
-    sparsify_(model, {"mlp.up_proj": quarter, r"model\.layers\.1": CONFIG})
-    layers = {name: model.get_submodule(name) for name in sparse(model)}
-    assert {name for name in layers if layers[name].density == 0.25} == {
-        f"model.layers.{number}.mlp.up_proj" for number in range(2)
-    }
-    up = model.model.layers[1].mlp.up_proj
-    assert (up.block_shape, up.storage, up.policy, up.scales.dim()) == ((32, 16), "int8", "auto", 1)
-    assert len(layers) == 1 + 7
 
 
 def test_a_dry_run_and_an_error_change_nothing() -> None:
@@ -136,20 +103,6 @@ def test_names_match_whole_components_and_regular_expressions_the_start(
     assert [name for name in matched + others if parsed.match(name)] == matched
 
 
-def test_thousands_of_names_are_looked_up_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {number: [f"layers.{number // 64}.experts.{number % 64}.up"] for number in range(4096)}
-    names |= {4096: ["up"], 4097: ["up.base", "x.layers.0.experts.0.up"], 4098: ["layers.1"]}
-    texts = [own[0] for own in names.values()] + ["experts.3.up", r".*\.7\.up"]
-    patterns, tried = [NamePattern.parse(text, "layers") for text in texts], []
-    match = NamePattern.match
-    monkeypatch.setattr(NamePattern, "match", lambda own, name: tried.append(name) or match(own, name))  # type: ignore[func-returns-value]
-    found = matching(patterns, names)
-    assert len(tried) == len(names) + 1  # by the regular expression
-    assert found[3] == [3, 4099] and found[7] == [7, 4100] and found[64 + 3] == [64 + 3, 4098, 4099]
-    # The full name of a module is no end of another's.
-    assert found[0] == [0] and found[4096] == [4096] and found[4097] == [4096, 4097]
-
-
 HALF, WHOLE = BlockSparseConfig(0.5, 16), BlockSparseConfig(1.0, 16)
 CHOICES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
     (HALF, {"layers": "down"}, {"blocks.0.down": 0.5}),
@@ -163,7 +116,7 @@ CHOICES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
     ({"up": WHOLE, "blocks": HALF}, {"exclude": "down"}, {"blocks.0.up": 0.5, "up": 1.0}),
 ]
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (HALF, {"exclude": "9", "strict": False}, "exclude must match modules of the model, got '9'"),
+    (HALF, {"exclude": "9"}, "exclude must match modules of the model, got '9'"),
     (HALF, {"exclude": "("}, "exclude must be a name or a regular expression"),
     (HALF, {"layers": "9"}, "'9'|no layer is left"),
     ({"up": HALF}, {"layers": "up"}, "layers must be None beside a mapping"),
@@ -218,23 +171,6 @@ def test_configs_by_name() -> None:
     }
     for name, config in presets.items():
         assert storage_of(config.storage).describe(None, config.activations) == name
-
-
-def test_block_shape_has_one_default() -> None:
-    owners = [getattr(tilesparse, name) for name in tilesparse.__all__]
-    owners += [tilesparse.model, BlockSparseConfig, Product]
-    modules = [owner for owner in owners if inspect.ismodule(owner)]
-    owners += [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
-    owners = [one for one in owners if not (inspect.isclass(one) and issubclass(one, Exception))]
-    functions = [member for owner in owners if inspect.isclass(owner) for member in vars(owner).values()]
-    found = set()
-    for function in [*owners, *(getattr(one, "__func__", one) for one in functions)]:
-        if inspect.isfunction(function) or inspect.isclass(function):
-            shape = inspect.signature(function).parameters.get("block_shape")
-            if shape is not None and shape.default not in (shape.empty, None):
-                found.add((function.__name__, check_block_shape(shape.default)))
-    assert {shape for _, shape in found} == {(64, 64)}
-    assert {"BlockSparseLinear", "from_linear", "BlockSparseConfig", "Product"} <= {name for name, _ in found}
 
 
 def gappy() -> Tensor:
@@ -292,16 +228,3 @@ def test_weights_that_cannot_be_read_are_left_alone_with_the_reason(name: str) -
     assert re.search(reason, {layer.name: layer.reason for layer in report.skipped}["0"])
     with pytest.raises(InvalidArgumentError, match=rf"linear must have a weight .* read: .*{reason}"):
         BlockSparseLinear.from_linear(model[0], block_shape=32)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_pruning_reads_sparse_weights() -> None:
-    batches = [torch.randn(200, 64, generator=seeded())]
-    reports = []
-    for weight in (gappy(), gappy().to_sparse_bsr(32), gappy().to_sparse_csr()):
-        torch.manual_seed(0)
-        model = stored(weight)
-        reports.append((str(prune_(model, BlockSparseConfig(0.25, 32), batches)), model(batches[0])))
-    for report, y in reports[1:]:
-        assert report == reports[0][0]
-        torch.testing.assert_close(y, reports[0][1])

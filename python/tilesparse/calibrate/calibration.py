@@ -17,14 +17,15 @@ import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import MOST, check_block_shape, check_module, checked_number, listed, warn_user
+from .._checks import MOST, Progress, check_block_shape, check_module, listed, warn_user
 from .._runtime.torch_private import exact_float32
-from ..config import BlockSparseConfig, check_of_experts
+from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.match import names_of_modules, set_submodule
 from ..nn.experts import (
@@ -37,13 +38,12 @@ from ..nn.experts import (
     projections_of,
     reason_not_known,
 )
-from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..nn.linear import BlockSparseLinear, dense_weight
 from ..pattern import BlockPattern
 from .stream import (
     ForwardEnded,
     Input,
     Stream,
-    call_apart,
     check_batches,
     checked_batch,
     device_of,
@@ -61,12 +61,10 @@ _MOST_DAMPING = 1e6
 
 
 class Moments:
-    """Sums over the tokens that a layer has met, in float64.
+    """Sums over the tokens that a layer has met, in float64, of its inputs X and of X₀ in the dense model.
 
-    They are sums of its inputs X, of X₀, which these are in the dense model, and with ``compare`` of their
-    products XᵀX and X₀ᵀX, computed in float32, or float64 for inputs in that. All are of inputs less
-    ``origin`` [features], else their mean in the first call: nothing is lost where these vary little about
-    a large mean.
+    Products XᵀX, and with ``compare`` X₀ᵀX, are computed in float32, or float64 for inputs in that, of inputs
+    less ``origin`` [features], else their mean in the first call: nothing is lost where these vary little.
     """
 
     def __init__(
@@ -74,36 +72,34 @@ class Moments:
     ) -> None:
         options: Any = {"dtype": torch.float64, "device": device}
         self._products = torch.zeros(features, features, **options)
-        self._sums, self._origin = torch.zeros(features, **options), torch.zeros(features, **options)
         self._across = torch.zeros(features, features, **options) if compare else None
-        self._dense_sums, self._dense_origin = self._sums.clone(), self._origin.clone()
+        self._sums, self._dense_sums = torch.zeros(2, features, **options)
         self._tokens, self._prior = torch.zeros((), **options), torch.zeros((), **options)
-        self._fixed = origin
+        self.origin = origin  # that is subtracted, once there were any inputs
         self._finite: dict[int, Tensor] = {}
 
     def add(self, x: Tensor, dense: Tensor | None, number: int, keep: Tensor | None = None) -> None:
         """Add the inputs x [..., features] of one call in a batch; nothing waits for a GPU.
 
-        ``dense`` is what x is in the dense model; of another shape, or None, it has other tokens, and x
-        counts in its place. ``keep`` are bools [...], False for tokens that do not count; of another shape
-        they are for other tokens.
+        ``dense`` is what x is in the dense model, and ``keep`` are bools [...], False for tokens that do not
+        count; those of other shapes are for other tokens, and are passed over.
         """
         if dense is None or dense.shape != x.shape:
             dense = x
         if keep is None or keep.shape != x.shape[:-1]:
             keep = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
         keep = keep.to(self._sums.device).reshape(-1, 1)
-        if not self._finite:
-            self._origin, self._dense_origin = self._mean_of(x, keep), self._mean_of(dense, keep)
-            if self._fixed is not None:
-                self._origin = self._fixed
+        if self.origin is None:
+            rows = self._rows(x, keep, torch.zeros_like(self._sums))
+            mean = rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)
+            self.origin = mean.to(rows.dtype).double()
         self._tokens += keep.sum()
-        x = self._rows(x, keep, self._origin)
+        x = self._rows(x, keep, self.origin)
         sums = x.sum(0, dtype=torch.float64)
         with exact_products(x.device):
             self._products += x.T @ x
             if self._across is not None:
-                dense = self._rows(dense, keep, self._dense_origin)
+                dense = self._rows(dense, keep, self.origin)
                 self._across += dense.T @ x
                 self._dense_sums += dense.sum(0, dtype=torch.float64)
         self._sums += sums
@@ -113,16 +109,6 @@ class Moments:
         """Return [tokens, features] less the origin; zeros for tokens that do not count."""
         x = x.detach().to(self._sums.device, torch.promote_types(x.dtype, torch.float32))
         return torch.where(keep, x.reshape(-1, x.shape[-1]) - origin.to(x.dtype), 0)
-
-    def _mean_of(self, x: Tensor, keep: Tensor) -> Tensor:
-        """Return the mean over tokens that count, as a number of the inputs' dtype."""
-        rows = self._rows(x, keep, torch.zeros_like(self._origin))
-        return (rows.sum(0, dtype=torch.float64) / keep.sum().clamp(min=1)).to(rows.dtype).double()
-
-    @property
-    def origin(self) -> Tensor:
-        """Mean that is subtracted from inputs [features], once there were any."""
-        return self._origin
 
     @property
     def _weight(self) -> Tensor:
@@ -139,7 +125,7 @@ class Moments:
         other._products = self._products + share * others._products
         other._sums = self._sums + share * others._sums
         # As if there were none where all tokens are masked.
-        other._origin, other._prior = others._origin, strength * others._tokens.clamp(max=1)
+        other.origin, other._prior = others.origin, strength * others._tokens.clamp(max=1)
         other._finite = {**others._finite}
         return other
 
@@ -170,11 +156,13 @@ class Moments:
 
     def mean(self) -> Tensor:
         """Return the mean of X [features]."""
-        return self._sums / self._weight + self._origin
+        off: Tensor = self._sums / self._weight
+        return off if self.origin is None else off + self.origin
 
     def dense_mean(self) -> Tensor:
         """Return the mean of X₀ [features], where there are any."""
-        return self._dense_sums / self._weight + self._dense_origin
+        off: Tensor = self._dense_sums / self._weight
+        return off if self.origin is None else off + self.origin
 
     def reordered(self, order: Tensor) -> Moments:
         """Return the moments of the same inputs with features in another order: order[i] becomes i."""
@@ -182,7 +170,7 @@ class Moments:
         other._products, other._sums = self._products[order][:, order], self._sums[order]
         other._across = None if self._across is None else self._across[order][:, order]
         other._dense_sums = self._dense_sums[order]
-        other._origin, other._dense_origin = self._origin[order], self._dense_origin[order]
+        other.origin = None if self.origin is None else self.origin[order]
         return other
 
 
@@ -201,11 +189,6 @@ def damped(second_moment: Tensor, damping: float = DAMPING) -> Damped:
     Where that is too weak for a Cholesky factor in float64, ten times as much is tried, and so on. If the
     mean is zero nothing is known of the inputs: the matrix becomes the identity.
     """
-    checked_number("damping", damping)
-    if second_moment.dim() != 2 or second_moment.shape[0] != second_moment.shape[1]:
-        raise InvalidArgumentError(
-            f"second_moment must be a square matrix, got shape {tuple(second_moment.shape)}"
-        )
     moment = second_moment.double()
     mean = float(moment.diagonal().mean())
     if not 0 <= mean < float("inf"):
@@ -245,9 +228,6 @@ def exact_products(device: torch.device) -> Iterator[None]:
         yield
 
 
-_SAME = ("block_shape", "nm", "storage", "transposable", "granularity", "policy", "activations")
-
-
 class _Projection(nn.Module):
     """The layers of a projection by their numbers; not a ModuleList, which could be a stack of blocks."""
 
@@ -261,10 +241,8 @@ class _Projection(nn.Module):
 class LinearExperts(nn.Module):
     """Dense experts as `torch.nn.Linear` of the same memory.
 
-    Attributes:
-        dense: the module whose parameters they are parts of.
-        tokens: the rows of ``hidden_states`` that the expert at work gets, while the layer runs.
-        rows: how many there are.
+    ``tokens`` are the rows of ``hidden_states`` that the expert at work gets, of ``rows``, while the layer
+    runs.
     """
 
     dense: Any
@@ -347,26 +325,6 @@ def tokens_of_projections(experts: Container[str], tokens: Mapping[str, int]) ->
     return found
 
 
-def check_configs_of(experts: Container[str], targets: Mapping[str, BlockSparseConfig]) -> None:
-    """Raise InvalidArgumentError unless all experts of a projection are to be stored in one way."""
-    first: dict[str, tuple[str, BlockSparseConfig]] = {}
-    for name, config in targets.items():
-        projection = projection_of(experts, name)
-        if projection is None:
-            continue
-        other, wanted = first.setdefault(projection, (name, config))
-        for own in _SAME:
-            if getattr(config, own) != getattr(wanted, own):
-                raise InvalidArgumentError(
-                    f"config: {name!r} and {other!r} are experts of one projection and must agree in {own}, "
-                    f"got {getattr(config, own)} and {getattr(wanted, own)}"
-                )
-        try:
-            check_of_experts(config.policy, config.activations, config.granularity)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"config: {name!r} is an expert: {error}") from error
-
-
 def joined(
     experts: Mapping[str, LinearExperts],
     made: Mapping[str, BlockSparseLinear],
@@ -381,27 +339,17 @@ def joined(
     }
     for name, layers in experts.items():
         configs = {key: config for key, config in targets.items() if projection_of([name], key) is not None}
+        projections = []
+        for own in layers.names if configs else ():
+            whole = f"{name}.{own}"
+            of_this = (config for key, config in configs.items() if key.rpartition(".")[0] == whole)
+            config = next(of_this, next(iter(configs.values())))
+            children = layers.get_submodule(own).named_children()
+            each = [made.get(f"{whole}.{key}") or _whole(linear, config) for key, linear in children]
+            projections.append(ExpertsLinear.from_layers(each))
         if configs:
-            projections = [
-                _joined(f"{name}.{one}", layers.get_submodule(one), made, configs) for one in layers.names
-            ]
             found[name] = experts_like(layers.dense, *projections)
     return found
-
-
-def _joined(
-    name: str,
-    projection: nn.Module,
-    made: Mapping[str, BlockSparseLinear],
-    configs: Mapping[str, BlockSparseConfig],
-) -> ExpertsLinear:
-    own = (config for key, config in configs.items() if key.rpartition(".")[0] == name)
-    config = next(own, next(iter(configs.values())))
-    layers = []
-    for number, linear in projection.named_children():
-        layer = made.get(f"{name}.{number}")
-        layers.append(_whole(linear, config) if layer is None else layer)
-    return ExpertsLinear.from_layers(layers)
 
 
 def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
@@ -414,32 +362,25 @@ def _whole(linear: Any, config: BlockSparseConfig) -> BlockSparseLinear:
     return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
 
 
-class ExpertMoments:
-    """Moments of the inputs of all experts of a projection, and of all of them together."""
+@dataclass(frozen=True)
+class Improvement:
+    """A part of a model that was changed, and its relative error before and after; kept if that is less.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._all: Moments | None = None
-        self._own: dict[str, Moments] = {}
+    Of `reconstruct_` it is a submodule, with ‖y - t‖² / ‖t‖² of its output and target on held-out batches; of
+    `permute_` a group by its consumer, with the sum of its layers' errors, or None where a block holds all
+    features, so that no order matters.
+    """
 
-    def add(self, name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
-        """Add the inputs [tokens, features] of one call of an expert; ``keep``: bools [tokens]."""
-        if self._all is None:
-            self._all = Moments(x.shape[-1], self._device)
-        self._all.add(x, None, number, keep)
-        if name not in self._own:
-            self._own[name] = Moments(x.shape[-1], self._device, origin=self._all.origin)
-        self._own[name].add(x, None, number, keep)
+    name: str
+    error_before: float | None
+    error: float | None
+    kept: bool
 
-    def of(self, name: str) -> Moments | None:
-        """Return the moments of an expert, drawn towards those of all; None without any token."""
-        if self._all is None:
-            return None
-        features = len(self._all.origin)
-        own = self._own.get(name)
-        if own is None:
-            own = Moments(features, self._device, origin=self._all.origin)
-        return own.drawn_to(self._all, features)
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table, by column."""
+        errors = ("" if error is None else f"{error:.4f}" for error in (self.error_before, self.error))
+        cells = self.name, *errors, "yes" if self.kept else "no"
+        return dict(zip(("layer", "error before", "error", "kept"), cells, strict=True))
 
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -448,10 +389,10 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 class Calibration:
     """Calibration data on their way through a model in evaluation mode, of which nothing changes.
 
-    Where the model has a stack of blocks, each of which takes what the one before gives, the data wait before
-    the first block and go on block by block; each block is a unit. What lies outside is the last unit, and
-    runs with the model as a whole. `units` and `groups` walk along; all other methods run the unit at hand.
-    With ``compare`` the data go through the dense model beside the changed one.
+    Where the model has a stack of blocks, the data wait before the first and go on block by block; each is a
+    unit. What lies outside is the last unit, and runs with the whole model. `units` and `groups` walk along;
+    all other methods run the unit at hand. With ``compare`` the data go through the dense model beside the
+    changed one.
     """
 
     def __init__(
@@ -465,7 +406,8 @@ class Calibration:
     ) -> None:
         self._model, self._batches, self._forward, self._device = model, batches, forward, device
         self._layers, self._compare = layers, compare
-        self._keep = [moved(_kept_tokens(batch), device) for batch in batches]
+        masks = (mask_of(batch) for batch in batches)  # of padding, [sequences, tokens]
+        self._keep = [None if mask is None else moved(mask != 0, device) for mask in masks]
         self.stack: str | None = None
         self._blocks: list[str] = []
         self._block: str | None = None  # the unit at hand; None is the model
@@ -505,10 +447,11 @@ class Calibration:
     ) -> Iterator[list[str]]:
         """Yield layers in the order in which they run, those with the same input together.
 
-        ``changed(layers)`` gives tensors in place of the model's own, by their names, for layers that were
-        yielded before: what comes after them runs with these.
+        What comes later runs with the tensors by name that ``changed`` gives for layers that were yielded
+        before.
         """
         done: list[str] = []
+        progress = Progress(len(self._layers))
         for layers in self.units():
             groups = self._with_same_input(layers)
             if self._block is None:
@@ -517,6 +460,7 @@ class Calibration:
                 yield group
                 self._parameters |= changed(group)
                 done += group
+                progress.show(len(done), f"layers done, {group[-1]} the last")
 
     def _with_same_input(self, layers: Sequence[str]) -> list[list[str]]:
         inputs: dict[str, list[Input]] = {}
@@ -545,8 +489,8 @@ class Calibration:
     ) -> Any:
         """Run the unit on the first batch, with some parameters in place of its own; return its output.
 
-        ``note(name, x)`` is called at each call of a layer. The first call of the layer ``until`` ends the
-        run; there is no output then.
+        ``note(name, x)`` is called at each call of a layer; the first call of ``until`` ends the run, without
+        output.
         """
 
         def tell(name: str, x: Tensor) -> None:
@@ -558,11 +502,7 @@ class Calibration:
             return next(self._results(self._block, parameters or {}))
 
     def visit(self, layers: Sequence[str], note: Callable[[str, Tensor, int, Tensor | None], None]) -> None:
-        """Run the unit on all batches.
-
-        ``note(name, x, number, keep)`` is called at each call of a layer: with its input, the number of the
-        batch, and which of its tokens count, [sequences, tokens] of bools or None.
-        """
+        """Run the unit on all batches; ``note(name, x, number, keep)`` is called at each call of a layer."""
         number = 0
         with self._listening(layers, lambda name, x: note(name, x, number, self._keep[number])):
             for current, _ in enumerate(self._results(self._block, self._parameters), 1):
@@ -570,27 +510,33 @@ class Calibration:
 
     def moments(self, group: Sequence[str]) -> Iterator[tuple[str, Moments]]:
         """Yield the layers of a group, or some of them, each with the moments of its inputs."""
-        projection = self._projection(group[0]) if group else None
-        if projection is not None:
-            of_experts = self._moments_of_experts(projection)
-            yield from ((name, checked_moments(name, of_experts.of(name))) for name in group)
-        elif group:
+        projection = self._projection(group[0])
+        if projection is None:
             moments = self._moments_of(group[0])
             yield from ((name, checked_moments(name, moments)) for name in group)
+        else:
+            yield from self._moments_of_experts(projection, group)
 
-    def _moments_of_experts(self, projection: str) -> ExpertMoments:
-        """Return the moments of all experts of a projection."""
+    def _moments_of_experts(self, projection: str, group: Sequence[str]) -> Iterator[tuple[str, Moments]]:
+        """Yield experts with the moments of their inputs, drawn towards those of all of the projection."""
         experts, layers = map(self._model.get_submodule, (projection.rpartition(".")[0], projection))
         assert isinstance(experts, LinearExperts)
-        found = ExpertMoments(self._device)
+        features: int = layers.in_features  # type: ignore[assignment]
+        whole, own = Moments(features, self._device), dict[str, Moments]()
 
         def note(name: str, x: Tensor, number: int, keep: Tensor | None) -> None:
             if keep is not None and keep.numel() == experts.rows:
                 keep = keep.reshape(-1)[experts.tokens]
-            found.add(name, x, number, keep)
+            whole.add(x, None, number, keep)
+            if name not in own:
+                own[name] = Moments(features, self._device, origin=whole.origin)
+            own[name].add(x, None, number, keep)
 
         self.visit([f"{projection}.{key}" for key, _ in layers.named_children()], note)
-        return found
+        for name in group:
+            if name not in own:
+                own[name] = Moments(features, self._device, origin=whole.origin)
+            yield name, checked_moments(name, own[name].drawn_to(whole, features))
 
     def _moments_of(self, layer: str) -> Moments | None:
         """Return the moments of the inputs of a layer; None if nothing calls it."""
@@ -651,20 +597,6 @@ class Calibration:
             yield output
 
 
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a mapping as keywords, a tuple or list as arguments, anything else as the argument.
-
-    Tensors are copies, which the model may write to, on the device of its first parameter.
-    """
-    return call_apart(model, batch)
-
-
-def _kept_tokens(batch: Any) -> Tensor | None:
-    """Return which tokens of a batch are not padding: bools [sequences, tokens]."""
-    mask = mask_of(batch)
-    return None if mask is None else mask != 0
-
-
 def check_model(model: nn.Module) -> None:
     """Raise InvalidArgumentError for what is no module, and where parameters have no data."""
     check_module(model)
@@ -717,27 +649,3 @@ def warn_of_few_tokens(model: nn.Module, tokens: Mapping[str, int]) -> None:
             "batches must give a layer at least as many tokens as it has inputs, and one more for a bias, or "
             f"its weights fit these tokens alone and its error is too small, got {'; '.join(texts[:MOST])}"
         )
-
-
-def dense_layers(argument: str, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Return the dense linear layers of these names; `argument` names their source in messages."""
-    if not isinstance(names, Iterable):
-        raise InvalidArgumentError(f"{argument} must be names of layers, got {type(names).__name__}")
-    with expanded(model):
-        modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Any] = {}
-    seen: dict[nn.Module, str] = {}
-    for name in names:
-        module = modules.get(name) if isinstance(name, str) else None
-        if module is None or not (isinstance(module, nn.Linear) or is_conv1d(module)):
-            kind = "no layer of that name" if module is None else type(module).__name__
-            raise InvalidArgumentError(f"{argument} must name dense linear layers, got {name!r}: {kind}")
-        if module in seen:
-            raise InvalidArgumentError(
-                f"{argument}: {name!r} and {seen[module]!r} are one layer, give one name"
-            )
-        seen[module] = name
-        found[name] = module
-    if not found:
-        raise InvalidArgumentError(f"{argument} must have at least one layer, got none")
-    return found

@@ -32,15 +32,12 @@ class Stream:
 
     The batches run through the model once, up to the first block: what it is called with waits on ``keep``,
     or where the model is, and goes on block by block. How the other blocks are called is recorded from the
-    first batch of each shape, and only where their arguments differ from those of the first block from
-    every batch. ``blocks`` are names of modules that hand their outputs on; ("",) is the whole model.
+    first batch of each shape, and from every batch where their arguments differ. ("",) is the whole model.
 
-    Attributes:
-        order: the blocks in the order in which they run.
-        is_chain: each block takes as its input what the one before it gave, else recording has ended.
-        shares: a block takes something else, too, that another block gave, such as a position bias.
-        repeated: a block that runs more than once in a forward pass, or None.
-        cached: a block that was given keys and values of former calls, or None; they are left out.
+    ``order`` are the blocks as they run; ``is_chain``: each takes what the one before it gave, else recording
+    has ended; ``shares``: one takes something else, too, that another gave, as a position bias; ``repeated``
+    and ``cached`` are blocks that run again, or were given keys and values of former calls, which are left
+    out, or None.
     """
 
     @torch.no_grad()
@@ -83,9 +80,9 @@ class Stream:
         given: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by id
 
         def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call(args, dict(kwargs))
-            self.cached = self.cached or (name if call.has_cache() else None)
-            call = call.without_caches()
+            if any(kwargs.get(cache) is not None for cache in _CACHES):
+                self.cached = self.cached or name
+            call = Call(_without_caches(args), _without_caches(dict(kwargs)))
             if name in ran:
                 self.repeated, self.is_chain = name, False
             if ran:
@@ -125,10 +122,7 @@ class Stream:
 
     @torch.no_grad()
     def results(self, block: str, parameters: Mapping[str, Tensor] | None = None) -> Iterator[Any]:
-        """Run the next block on one batch after the other, on the device.
-
-        ``parameters``: tensors in place of the model's own, by their names in the model.
-        """
+        """Run the next block on one batch after the other, on the device, with some parameters by name."""
         module = self._model.get_submodule(block)
         # By identity: the model may know a layer by another name than that of the block and its own in it.
         new: dict[Tensor, Tensor] = {
@@ -220,23 +214,12 @@ class Call:
             return Call((hidden, *self.args[1:]), self.kwargs)
         return Call((), {**self.kwargs, self._keyword(): hidden})
 
-    def without_caches(self) -> Call:
-        """Return the same call without keys and values of former calls: a block runs more than once."""
-        return Call(_without_caches(self.args), _without_caches(self.kwargs))
-
-    def has_cache(self) -> bool:
-        """Return True if the module is given keys and values that it would append to."""
-        return any(self.kwargs.get(name) is not None for name in _CACHES)
-
     def _keyword(self) -> str:
         return _HIDDEN if _HIDDEN in self.kwargs else next(iter(self.kwargs), _HIDDEN)
 
 
 def first_of(output: Any) -> Any:
-    """Return the tensor of a module's output, or the first entry of a tuple or mapping that is no scalar.
-
-    The loss of a model is one, which comes first where a batch has labels.
-    """
+    """Return a module's output, or the first entry of a tuple or mapping that is no scalar loss."""
     if not isinstance(output, Mapping | tuple | list) or not output:
         return output
     entries = [*(output.values() if isinstance(output, Mapping) else output)]
@@ -269,8 +252,8 @@ def same(a: Any, b: Any) -> bool:
 def differences(output: Any, expected: Any) -> list[tuple[torch.dtype, float]]:
     """Return the relative differences of the floating-point tensors of two outputs, with their dtypes.
 
-    Scalars, such as a loss, count only where there is nothing else. Without any tensor, or with tensors of
-    other shapes, the difference is infinite; NaN and infinities are equal to each other.
+    Scalars, such as a loss, count only where there is nothing else. NaN and infinities equal each other;
+    tensors of other shapes, or none at all, differ by infinity.
     """
     ours, theirs = (
         [tensor for tensor in tensors_in(one) if tensor.is_floating_point()] for one in (output, expected)
@@ -307,10 +290,7 @@ def _without_caches(value: Any) -> Any:
 
 
 def call(model: nn.Module, batch: Any, **options: Any) -> Any:
-    """Return ``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, else ``model(batch)``.
-
-    The model gets mappings and lists of its own: sentence-transformers writes results into its features.
-    """
+    """Return ``model(**batch)`` of a mapping, ``model(*batch)`` of a tuple or list, else ``model(batch)``."""
     batch = _in_other_containers(batch)
     try:
         if isinstance(batch, Mapping):
@@ -362,8 +342,8 @@ def moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return a tuple, list or mapping with the function applied to its items; other values as they are.
 
-    `torch.utils._pytree.tree_map` does so for types that are registered alone: it leaves the tensors of a
-    BatchEncoding, which tokenizers give, a UserDict and subclasses of dict and list where they are.
+    `torch.utils._pytree.tree_map` leaves the tensors of a BatchEncoding, which tokenizers give, where they
+    are.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(function, value))
@@ -407,10 +387,7 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def stacks(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Return names of modules that may be stacks of blocks with layers, the most promising first.
-
-    A stack is the better, the more of the layers are not in its largest item.
-    """
+    """Return names of modules that may be stacks of blocks with layers, the most promising first."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -440,10 +417,7 @@ def check_distinct(model: nn.Module, teacher: nn.Module) -> None:
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Have a model hold other tensors in place of some parameters and buffers, under all of their names.
-
-    `torch.func.functional_call` would leave them in a module that is registered under two names.
-    """
+    """Have a model hold other tensors in place of some parameters and buffers, under all of their names."""
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (held, name, tensor)
         for module in model.modules()

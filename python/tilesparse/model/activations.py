@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from .._checks import as_number, shown
 from .._runtime.launch import thresholded
-from ..calibrate.calibration import call_model, check_model, collected
-from ..calibrate.stream import first_of, mask_of
+from ..calibrate.calibration import check_model, collected
+from ..calibrate.stream import call_apart, first_of, mask_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, projections_of
@@ -298,7 +298,7 @@ def _run(
         for batch in data:
             given = mask_of(batch)
             mask = None if given is None else given != 0
-            call_model(model, batch)
+            call_apart(model, batch)
 
 
 def _experts_of(offsets: Tensor | None = None) -> Tensor | None:

@@ -1,31 +1,27 @@
-"""A config for each layer of a model, within a budget of weights, bytes or milliseconds."""
+"""A config for each layer of a model, within a budget of bytes or milliseconds."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._checks import Progress, aligned, as_number
+from .._checks import aligned, as_number
 from ..calibrate.calibration import (
-    DAMPING,
     Calibration,
     Forward,
-    call_model,
     check_model,
     collected,
-    dense_layers,
     expanded,
     tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.stream import chosen_device, observing
+from ..calibrate.stream import call_apart, chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..model.match import (
@@ -40,7 +36,7 @@ from ..model.match import (
     reasons,
     shape_of,
 )
-from ..nn.linear import dense_weight
+from ..nn.linear import dense_weight, is_conv1d
 from ..storage.formats import forms_of
 from ..tuning.advise import AdviceReport
 from .driver import Pruner
@@ -60,50 +56,22 @@ class AllocatedLayer:
     dense_cost: float
 
 
-@dataclass(frozen=True, eq=False)  # equal to any mapping with the same configs
-class Allocation(Mapping[str, "BlockSparseConfig | None"]):
-    """Result of `allocate`, as a mapping from layer names to configs; ``str()`` makes a table of it.
+class Allocation(dict[str, "BlockSparseConfig | None"]):
+    """Result of `allocate`: configs by the names of layers; ``str()`` makes a table of it.
 
     Attributes:
-        layers: in the order of the profiles.
-        unit: of costs, "weights", "bytes" or "ms".
+        layers: a record of each.
+        unit: of costs, "bytes" or "ms".
         budget: what costs were to sum up to at most.
-        bound: no config within the budget has a sum of errors below it, so that `gap` says what is left.
-        note: where costs come from, or "".
+        error: the sum of the layers' errors.
+        cost: the sum of the layers' costs.
     """
 
-    layers: list[AllocatedLayer]
-    unit: str
-    budget: float
-    bound: float
-    note: str = ""
-
-    def __getitem__(self, name: str) -> BlockSparseConfig | None:
-        return self._configs()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._configs())
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def _configs(self) -> dict[str, BlockSparseConfig | None]:
-        return {layer.name: layer.config for layer in self.layers}
-
-    @property
-    def error(self) -> float:
-        """The sum of the layers' errors."""
-        return sum(layer.error for layer in self.layers)
-
-    @property
-    def cost(self) -> float:
-        """The sum of the layers' costs."""
-        return sum(layer.cost for layer in self.layers)
-
-    @property
-    def gap(self) -> float:
-        """Fraction of the error that better configs might save at most; 0 of an optimum."""
-        return (self.error - self.bound) / self.error if self.error else 0.0
+    def __init__(self, layers: list[AllocatedLayer], unit: str, budget: float) -> None:
+        super().__init__({layer.name: layer.config for layer in layers})
+        self.layers, self.unit, self.budget = layers, unit, budget
+        self.error = sum(layer.error for layer in layers)
+        self.cost = sum(layer.cost for layer in layers)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -115,12 +83,7 @@ class Allocation(Mapping[str, "BlockSparseConfig | None"]):
             rows.append((layer.name, shape, *described(layer.config), f"{layer.error:.4g}", *costs))
         dense = self._number(sum(layer.dense_cost for layer in self.layers))
         rows.append(("sum", "", "", "", "", f"{self.error:.4g}", self._number(self.cost), dense))
-        lines = aligned(rows)
-        lines.append(
-            f"budget {self._number(self.budget)} {self.unit}; no config has an error below {self.bound:.4g}, "
-            f"a gap of {self.gap:.2g}"
-        )
-        return "\n".join([*lines, self.note] if self.note else lines)
+        return "\n".join([*aligned(rows), f"budget {self._number(self.budget)} {self.unit}"])
 
     def _number(self, cost: float) -> str:
         return f"{cost:.4f}" if self.unit == "ms" else f"{cost:,.0f}"
@@ -130,98 +93,65 @@ def allocate(
     profiles: ErrorProfiles,
     model: nn.Module,
     *,
-    parameters: int | None = None,
     bytes: int | None = None,
     milliseconds: float | None = None,
     report: AdviceReport | None = None,
 ) -> Allocation:
     """Choose a config for every layer, or None for dense, with the least sum of errors within a budget.
 
-    It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by dynamic programming, which bounds of
-    the linear relaxation keep small. Where that would take too many states the gap is larger;
-    ``gap`` of the result says so in any case. Equal arguments have equal results.
-
+    It is a multiple-choice knapsack, solved to a relative gap of 1e-6 by SciPy, which has to be installed.
     Errors of different layers are added up although they are relative ones: that what a layer gets wrong
     matters alike in all layers is an assumption.
 
     Args:
         profiles: from `measure_errors`: by layer and config. Layers not among them are no part of any sum.
         model: has these layers, dense; shapes and dtypes are read, so that it may be on the meta device.
-        parameters: how many weights the layers may multiply by: those of kept blocks, with 2:4 half of them.
         bytes: of what the layers may store: weights, masks, metadata, scales and patterns. Biases stay as
             they are and do not count.
-        milliseconds: for one call of each layer, as ``report`` has measured it. Exactly one of these three is
-            to be given.
+        milliseconds: in place of bytes, for one call of each layer, as ``report`` has measured it.
         report: from `tilesparse.advise`, with ``milliseconds``.
     """
-    unit, budget = _budget(parameters, bytes, milliseconds)
-    if (report is not None) != (unit == "ms") or not isinstance(report, AdviceReport | None):
+    if (bytes is None) == (milliseconds is None):
+        raise InvalidArgumentError("exactly one of bytes and milliseconds must be given")
+    argument, given = ("bytes", bytes) if milliseconds is None else ("milliseconds", milliseconds)
+    if not 0 <= as_number(given) < math.inf:
+        raise InvalidArgumentError(f"{argument} must be a number of at least 0, got {given!r}")
+    if (report is None) != (milliseconds is None) or not isinstance(report, AdviceReport | None):
         raise InvalidArgumentError(
             f"report must be an AdviceReport with milliseconds, else None, got {type(report).__name__}"
         )
-    layers = dense_layers("profiles", model, profiles)
-    options: dict[str, list[BlockSparseConfig | None]] = {}
+    budget = as_number(given)
+    with expanded(model):
+        modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    options: list[list[BlockSparseConfig | None]] = []
     costs: list[list[float]] = []
     errors: list[list[float]] = []
-    for name, layer in layers.items():
-        shape = shape_of(layer)
-        options[name] = [None, *checked_configs("profiles", name, profiles[name], shape)]
-        if report is not None:
-            costs.append([report.milliseconds(name, config) for config in options[name]])
+    for name, profile in profiles.items():
+        layer: Any = modules.get(name)
+        if not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
+            raise InvalidArgumentError(f"profiles must name dense linear layers, got {name!r}")
+        options.append([None, *checked_configs("profiles", name, profile, shape_of(layer))])
+        if report is None:
+            costs.append([float(_bytes_of(layer, config)) for config in options[-1]])
         else:
-            cost_of = _weights_of if unit == "weights" else _bytes_of
-            costs.append([float(cost_of(layer, config)) for config in options[name]])
-        errors.append([0.0, *(_checked_error(name, error) for error in profiles[name].values())])
+            costs.append([report.milliseconds(name, config) for config in options[-1]])
+        errors.append([0.0, *map(as_number, profile.values())])
+        if not all(0 <= error < math.inf for error in errors[-1]):
+            raise InvalidArgumentError(f"profiles: errors of layer {name!r} must be finite and at least 0")
+    if not costs:
+        raise InvalidArgumentError("profiles must have at least one layer, got none")
     least = sum(map(min, costs))
     if budget < least:
-        rounded = math.ceil(least * 1e6) / 1e6 if unit == "ms" else math.ceil(least)
+        rounded = math.ceil(least * 1e6) / 1e6
         raise InvalidArgumentError(
-            f"{_ARGUMENTS[unit]} must be at least {rounded}, the sum of the cheapest configs, got {budget}"
+            f"{argument} must be at least {rounded:.12g}, the sum of the cheapest configs, got {budget}"
         )
-    found = solve(costs, errors, budget)
-    note = "" if report is None else f"measured on {report.device.name} in {report.dtype}"
-    allocated = [
-        AllocatedLayer(name, shape_of(layers[name]), options[name][item], error[item], cost[item], cost[0])
-        for name, item, error, cost in zip(layers, found.items, errors, costs, strict=True)
+    records = zip(profiles, solve(costs, errors, budget), options, errors, costs, strict=True)
+    layers = [
+        AllocatedLayer(name, shape_of(modules[name]), configs[item], error[item], cost[item], cost[0])
+        for name, item, configs, error, cost in records
     ]
-    return Allocation(allocated, unit, budget, found.bound, note)
-
-
-_ARGUMENTS = {"weights": "parameters", "bytes": "bytes", "ms": "milliseconds"}  # by units
-
-
-def _budget(parameters: float | None, bytes: float | None, milliseconds: float | None) -> tuple[str, float]:
-    given = {
-        unit: number
-        for unit, number in (("weights", parameters), ("bytes", bytes), ("ms", milliseconds))
-        if number is not None
-    }
-    if len(given) != 1:
-        raise InvalidArgumentError(
-            "exactly one of parameters, bytes and milliseconds must be given, got "
-            f"{[_ARGUMENTS[unit] for unit in given] or 'none'}"
-        )
-    ((unit, budget),) = given.items()
-    if not 0 <= as_number(budget) < math.inf:
-        raise InvalidArgumentError(f"{_ARGUMENTS[unit]} must be a number of at least 0, got {budget!r}")
-    return unit, float(budget) if unit == "ms" else math.floor(budget)
-
-
-def _checked_error(name: str, error: object) -> float:
-    if not 0 <= as_number(error) < math.inf:
-        raise InvalidArgumentError(
-            f"profiles: errors must be finite numbers of at least 0, got {error!r} for layer {name!r}"
-        )
-    return as_number(error)
-
-
-def _weights_of(layer: Any, config: BlockSparseConfig | None) -> int:
-    """Return how many weights a layer multiplies by."""
-    shape = shape_of(layer)
-    if config is None:
-        return math.prod(shape)
-    weights = kept_blocks(config, shape) * math.prod(block_shape_of(config))
-    return weights if config.nm is None else weights // 2
+    return Allocation(layers, "bytes" if report is None else "ms", budget)
 
 
 def _bytes_of(layer: Any, config: BlockSparseConfig | None) -> int:
@@ -237,164 +167,43 @@ def _bytes_of(layer: Any, config: BlockSparseConfig | None) -> int:
     return stored + INDEX_BYTES * (weight.shape[0] // block_shape[0] + 1 + 2 * kept)
 
 
-GAP = 1e-6  # of the error: states that could save less go
-STATES = 10_000  # that are followed at a time; what the others could become enters the bound
+GAP = 1e-6  # of the error
 ROUNDING = 1e-12  # of the budget, for sums of costs in another order
 
 
-class Solution(NamedTuple):
-    """The item of each group, the sums of their errors and costs, and what no solution's error is below."""
+def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], budget: float) -> list[int]:
+    """Return the item of each group, with the least sum of errors whose costs sum up to at most the budget.
 
-    items: list[int]
-    error: float
-    cost: float
-    bound: float
-
-
-class _Group(NamedTuple):
-    """The items that no other item of the group beats: costs rise, errors fall."""
-
-    costs: list[float]
-    errors: list[float]
-    items: list[int]
-    hull: list[int]  # positions of those on the lower convex hull
-
-
-class _Hulls:
-    """Walk along the hulls of all groups from some position on."""
-
-    def __init__(self, groups: Sequence[_Group]) -> None:
-        steps = [
-            (position, end, group.costs[end] - group.costs[start], group.errors[end] - group.errors[start])
-            for position, group in enumerate(groups)
-            for start, end in pairwise(group.hull)
-        ]
-        steps.sort(key=lambda step: step[3] / step[2])
-        self._steps = [step[:3] for step in steps]
-        self._positions = torch.tensor([step[0] for step in steps], device="cpu")
-        self._costs, self._errors = (_floats([step[which] for step in steps]) for which in (2, 3))
-        self._groups = groups
-
-    def bounds(self, first: int, budgets: Tensor) -> Tensor:
-        """Return the least error of the groups from `first` on, by the relaxation; ∞ above a budget."""
-        cheapest = sum(group.costs[0] for group in self._groups[first:])
-        worst = sum(group.errors[0] for group in self._groups[first:])
-        here = self._positions >= first
-        costs, errors = (
-            torch.cat([_floats([start]), start + steps[here].cumsum(0)])
-            for start, steps in ((cheapest, self._costs), (worst, self._errors))
-        )
-        slopes = torch.cat([errors.diff() / costs.diff(), _floats([0.0])])  # behind the last step it is level
-        start = (torch.searchsorted(costs, budgets, right=True) - 1).clamp(min=0)
-        found = errors[start] + slopes[start] * (budgets - costs[start])
-        return found.masked_fill(budgets < cheapest, torch.inf)
-
-    def greedy(self, budget: float) -> list[int]:
-        """Return positions in the groups: along the hulls as far as the budget goes, then what still fits."""
-        chosen = [0] * len(self._groups)
-        left = budget - sum(group.costs[0] for group in self._groups)
-        stopped: set[int] = set()
-        for position, end, cost in self._steps:
-            if position in stopped or cost > left:
-                stopped.add(position)
-            else:
-                chosen[position] = end
-                left -= cost
-        worst = [(group.errors[0], position) for position, group in enumerate(self._groups)]
-        for _, position in sorted(worst, reverse=True):
-            group, now = self._groups[position], chosen[position]
-            fitting = bisect_right(group.costs, group.costs[now] + left) - 1
-            left -= group.costs[fitting] - group.costs[now]
-            chosen[position] = fitting
-        return chosen
-
-
-def solve(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], budget: float) -> Solution:
-    """Return the items with the least sum of errors whose costs sum up to at most the budget.
-
-    It is within `GAP` of the optimum unless more than `STATES` states were worth following; the bound says so
-    in either case. The same problem always has the same solution. Costs and errors are those of the items of
-    each group, finite and at least 0; the cheapest ones fit into the budget.
+    Costs and errors are finite and at least 0; the cheapest items fit into the budget.
     """
-    budget += ROUNDING * abs(budget)
-    groups = [_group(*items) for items in zip(costs, errors, strict=True)]
-    # Those that differ most in cost come first: what is left for the others is then filled finely.
-    order = sorted(range(len(groups)), key=lambda number: groups[number].costs[0] - groups[number].costs[-1])
-    ordered = [groups[number] for number in order]
-    positions, bound = _search(ordered, budget)
-    items = [0] * len(groups)
-    for number, group, position in zip(order, ordered, positions, strict=True):
-        items[number] = group.items[position]
-    error = sum(float(of[item]) for of, item in zip(errors, items, strict=True))
-    cost = sum(float(of[item]) for of, item in zip(costs, items, strict=True))
-    return Solution(items, error, cost, min(bound, error))
-
-
-def _floats(numbers: Sequence[float]) -> Tensor:
-    """Return float64 numbers on the host, whatever the default device and dtype are."""
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-
-
-def _group(costs: Sequence[float], errors: Sequence[float]) -> _Group:
-    every = _floats(costs), _floats(errors)
-    items = _undominated(*every)
-    costs, errors = every[0][items].tolist(), every[1][items].tolist()
-    hull: list[int] = []
-    for point in range(len(costs)):
-        while len(hull) > 1 and _above(costs, errors, hull[-2], hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return _Group(costs, errors, items.tolist(), hull)
-
-
-def _above(costs: Sequence[float], errors: Sequence[float], left: int, middle: int, right: int) -> bool:
-    """Return True if the middle one of three points lies on the line between the others, or above it."""
-    rise = (errors[right] - errors[left]) * (costs[middle] - costs[left])
-    return (errors[middle] - errors[left]) * (costs[right] - costs[left]) >= rise
-
-
-def _undominated(costs: Tensor, errors: Tensor) -> Tensor:
-    """Return the points that no other one beats in both, by rising cost; of equal ones the first."""
-    order = errors.argsort(stable=True)
-    order = order[costs[order].argsort(stable=True)]
-    falling = errors[order]
-    better = torch.ones_like(order, dtype=torch.bool)
-    better[1:] = falling[1:] < falling.cummin(0).values[:-1]
-    return order[better]
-
-
-def _search(groups: Sequence[_Group], budget: float) -> tuple[list[int], float]:
-    """Return positions in the groups, and a lower bound of all errors."""
-    hulls = _Hulls(groups)
-    best = hulls.greedy(budget)
-    least = sum(group.errors[position] for group, position in zip(groups, best, strict=True))
-    bound = least
-    costs, errors = _floats([0.0]), _floats([0.0])
-    history: list[tuple[Tensor, Tensor]] = []  # of states: from which each comes, and by which item
-    for position, group in enumerate(groups):
-        new_costs = (costs[:, None] + _floats(group.costs)).view(-1)
-        new_errors = (errors[:, None] + _floats(group.errors)).view(-1)
-        lower = new_errors + hulls.bounds(position + 1, budget - new_costs)
-        worth = lower < least * (1 - GAP)
-        if not worth.all():
-            bound = min(bound, float(lower[~worth].min()))
-        kept = worth.nonzero().squeeze(1)
-        kept = kept[_undominated(new_costs[kept], new_errors[kept])]
-        if len(kept) > STATES:
-            by_bound = lower[kept].argsort(stable=True)
-            bound = min(bound, float(lower[kept[by_bound[STATES]]]))
-            kept = kept[by_bound[:STATES].sort().values]
-        if not len(kept):
-            return best, bound
-        history.append((kept // len(group.costs), kept % len(group.costs)))
-        costs, errors = new_costs[kept], new_errors[kept]
-    state = int(errors.argmin())
-    bound = min(bound, float(errors[state]))
-    found = []
-    for parents, positions in reversed(history):
-        found.append(int(positions[state]))
-        state = int(parents[state])
-    return found[::-1], bound
+    try:
+        from scipy import optimize, sparse
+    except ImportError as missing:
+        raise ImportError(f"allocate needs SciPy (pip install scipy): {missing}") from missing
+    sizes = [len(of) for of in costs]
+    cost, error = (np.concatenate([np.asarray(of, float) for of in parts]) for parts in (costs, errors))
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    one_of_each = sparse.csr_matrix((np.ones(len(cost)), (groups, np.arange(len(cost)))))
+    starts = np.cumsum([0, *sizes[:-1]])
+    limit, shrunk = budget * (1 + ROUNDING), 0.0
+    while True:
+        found = optimize.milp(
+            1e4 * error / (error.max() or 1.0),  # HiGHS also stops at an absolute gap of 1e-6
+            integrality=np.ones(len(cost)),
+            bounds=optimize.Bounds(0, 1),
+            constraints=[
+                optimize.LinearConstraint(one_of_each, 1, 1),
+                optimize.LinearConstraint(cost[None], -np.inf, limit - shrunk),
+            ],
+            options={"mip_rel_gap": GAP},
+        )
+        if found.x is None:  # only the cheapest items fit into what its tolerance leaves of the budget
+            return [of.index(min(of)) for of in costs]
+        items = [int(part.argmax()) for part in np.split(found.x, starts[1:])]
+        excess = float(cost[starts + items].sum()) - limit
+        if excess <= 0:  # which its tolerance of constraints leaves open
+            return items
+        shrunk = max(10 * shrunk, excess)
 
 
 # By layer and config: ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² on the calibration data, in Frobenius norms; 0 is dense.
@@ -446,14 +255,12 @@ def measure_errors(
         profiles: dict[str, dict[BlockSparseConfig, float]] = {}
         tokens: dict[str, int] = {}
         with observing(model):
-            calibration = Calibration(model, data, forward or call_model, order, device)
-            progress = Progress(len(order))
+            calibration = Calibration(model, data, forward or call_apart, order, device)
             for group in calibration.groups():
                 for name, moments in calibration.moments(group):
                     with naming_layer(name):
-                        pruner = Pruner(model.get_submodule(name), moments, DAMPING)
+                        pruner = Pruner(model.get_submodule(name), moments)
                     tokens[name] = pruner.tokens
                     profiles[name] = {config: pruner.prune(config, "obs").error for config in fitting[name]}
-                    progress.show(len(profiles), f"layers measured, {name} the last")
         warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
         return profiles

@@ -17,7 +17,7 @@ layer by layer as in Frantar & Alistarh, "Optimal Brain Compression", NeurIPS 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,16 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import Progress, check_flag, check_shapes, checked_number, empty_of, listed, shown, warn_user
+from .._checks import check_flag, check_shapes, empty_of, shown
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import (
-    DAMPING,
     Calibration,
     Damped,
     Forward,
     Moments,
-    call_model,
-    check_configs_of,
     check_model,
     collected,
     damped,
@@ -46,9 +43,9 @@ from ..calibrate.calibration import (
     tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.stream import chosen_device, observing
+from ..calibrate.stream import call_apart, chosen_device, observing
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError
+from ..errors import InvalidArgumentError
 from ..model.match import (
     STAYS_DENSE,
     Filter,
@@ -64,7 +61,7 @@ from ..model.match import (
     reasons_against_experts,
     replace_modules,
 )
-from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
+from ..model.report import Report, patch_report, warn_of_empty
 from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
 from ..pattern import BlockPattern, kept_blocks
 from ..storage.formats import storage_of
@@ -79,19 +76,11 @@ _CPU_WORKSPACE = 1 << 29  # bytes; fixed, so that results do not depend on what 
 
 
 class Solution(NamedTuple):
-    """Pruned layer: tensors on the host, and the error of its output.
+    """Pruned layer, where the dense one is, with its errors and tokens as in `PrunedLayer`."""
 
-    `error` is that of the layer as it is stored, `error_before` that of the same blocks with the dense
-    weights, both relative, see `ErrorProfiles`. `tokens` is how many were counted.
-    """
-
-    pattern: BlockPattern
-    values: Tensor  # [nnz, bn, bk]
-    mask: Tensor | None  # likewise, of 2:4
-    bias: Tensor | None
+    layer: BlockSparseLinear
     error_before: float
     error: float
-    damping: float
     tokens: int
 
 
@@ -104,7 +93,7 @@ class Pruner:
     separately: the bias makes up for what the weight changes of the mean output, exactly.
     """
 
-    def __init__(self, linear: Any, moments: Moments, damping: float) -> None:
+    def __init__(self, linear: Any, moments: Moments) -> None:
         self._linear, self.tokens = linear, moments.tokens()
         self._second, self._mean = moments.second(), moments.mean()
         self._device = self._second.device
@@ -112,7 +101,7 @@ class Pruner:
         self._dense_bias = None if linear.bias is None else linear.bias.detach().to(self._device).double()
         self._weight, self._bias = self._dense.double(), self._dense_bias
         centred = self._bias is not None
-        self._moment = damped(moments.second(centred=centred), damping)
+        self._moment = damped(moments.second(centred=centred))
         across = moments.across(centred=centred)
         if across is not None:
             across.diagonal().add_(self._moment.added)
@@ -139,26 +128,11 @@ class Pruner:
         weight = torch.where(kept, weight, 0)
         if refit and self._bias is not None:
             bias = self._bias + (self._weight - weight) @ self._mean
-        dtype = self._dense.dtype
-        values = kept_blocks(weight.to(dtype), pattern)
-        mask = None
-        if config.nm is not None:
-            mask = kept_blocks(kept, pattern)
         before = self._error(torch.where(kept, self._dense, 0), self._dense_bias)
-        solution = Solution(
-            pattern.to("cpu"),
-            values.cpu(),
-            None if mask is None else mask.cpu(),
-            None if bias is None else bias.to("cpu", dtype),
-            before,
-            0.0,
-            self._moment.damping,
-            self.tokens,
-        )
-        layer = built(self._linear, solution, config)
+        layer = built(self._linear, config, pattern, weight, kept, bias)
         stored = layer.to_linear().weight.detach().to(self._device)
         shift = None if layer.bias is None else layer.bias.detach().to(self._device).double()
-        return solution._replace(error=self._error(stored, shift))
+        return Solution(layer, before, self._error(stored, shift), self.tokens)
 
     def _chosen(self, config: BlockSparseConfig, method: str) -> BlockPattern:
         block_shape, density = block_shape_of(config), config.density
@@ -183,10 +157,9 @@ class Pruner:
 
 
 def scores_of(weight: Tensor, block_shape: tuple[int, int], input_norms: Tensor | None = None) -> Tensor:
-    """Return float32 scores [R, C] of blocks: their Frobenius norms, or with norms of inputs Wanda's.
+    """Return float32 scores [R, C] of blocks: Frobenius norms, or with norms of inputs Wanda's, Σ |W| · ‖X‖.
 
-    That is the sum of |W| · ‖X‖ over a block (Sun et al., "A Simple and Effective Pruning Approach for Large
-    Language Models", ICLR 2024, who rank the weights of one output; blocks are ranked among all of a layer).
+    (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024.)
     """
     weight = weight.float()
     of_weights = weight.square() if input_norms is None else weight.abs() * input_norms.float()
@@ -196,16 +169,24 @@ def scores_of(weight: Tensor, block_shape: tuple[int, int], input_norms: Tensor 
 
 @torch.inference_mode(False)  # the layer is trained later, whatever it is pruned in
 @torch.no_grad()
-def built(linear: nn.Module, solution: Solution, config: BlockSparseConfig) -> BlockSparseLinear:
-    """Return the layer that a solution describes, with dtype, device and mode of the dense one."""
-    layer = BlockSparseLinear.from_linear(linear, pattern=solution.pattern, policy=config.policy)
-    layer.weight.copy_(solution.values)
-    if layer.bias is not None and solution.bias is not None:
-        layer.bias.copy_(solution.bias)
+def built(
+    linear: Any,
+    config: BlockSparseConfig,
+    pattern: BlockPattern,
+    weight: Tensor,
+    kept: Tensor,
+    bias: Tensor | None,
+) -> BlockSparseLinear:
+    """Return a layer like a dense one, of a weight [out, in] of which a mask, in the pattern, is kept."""
+    place = dense_weight(linear).device
+    layer = BlockSparseLinear.from_linear(linear, pattern=pattern.to(place), policy=config.policy)
+    layer.weight.copy_(kept_blocks(weight.to(layer.weight.dtype), pattern))
+    if layer.bias is not None and bias is not None:
+        layer.bias.copy_(bias)
     if not bool(layer.weight.isfinite().all()):
         raise InvalidArgumentError(f"weights that the refit gives are not finite in {layer.weight.dtype}")
-    if solution.mask is not None:
-        layer.set_nm(config.nm, scores=solution.mask.to(layer.weight.device, torch.float32))
+    if config.nm is not None:
+        layer.set_nm(config.nm, scores=kept_blocks(kept, pattern).to(place, torch.float32))
     return layer.to_storage(config.storage, granularity=config.granularity, activations=config.activations)
 
 
@@ -218,8 +199,7 @@ class Elimination(NamedTuple):
     def pattern(self, kept: int, block_shape: tuple[int, int]) -> BlockPattern:
         """Return the blocks that stay when all but so many are removed, where they cost least.
 
-        Rows lose blocks in their order, each at the highest cost so far in its row: otherwise a cheap block
-        would not be reached behind an expensive one.
+        Rows lose blocks in their order, each at the highest cost so far in its row.
         """
         rows, cols = self.order.shape
         height = self.costs.cummax(1).values.flatten()
@@ -233,10 +213,9 @@ class Elimination(NamedTuple):
 def eliminate(weight: Tensor, moment: Damped, block_shape: tuple[int, int]) -> Elimination:
     """Remove all blocks of a weight, those that cost least first; the result is on the host.
 
-    All block rows lose as many blocks in a round, `GROUP` of what they have left, and a number of them that
-    fits into memory is computed together, in float32, or float64 where that fails. Costs within a round come
-    from one factorisation, and so are exact: their sum over the first blocks of a row is what a refit without
-    them leaves.
+    All block rows lose as many blocks in a round, `GROUP` of what they have left. Costs within a round come
+    from one factorisation, in float64 where float32 fails, and are exact: those of the first blocks of a row
+    sum up to what a refit without them leaves.
     """
     (_, in_features), (bn, bk), (rows, cols) = check_shapes(weight.shape, block_shape)
     block_rows = weight.float().reshape(rows, bn, in_features)
@@ -325,8 +304,7 @@ def choose_two_of_four(weight: Tensor, moment: Damped, pattern: BlockPattern) ->
 def solve_masked(weight: Tensor, moment: Damped, mask: Tensor) -> Tensor:
     """Return Ŵ [out_features, in_features] in float64, zero where a mask of elements says so.
 
-    Every row has a support of its own, and needs a factor of its own. Rows with equally many weights are
-    solved together, as those of one block row are with 2:4.
+    Every row has a factor of its own; rows with equally many weights are solved together.
     """
     cross = weight.double() @ moment.matrix
     solution = torch.zeros_like(cross)
@@ -369,8 +347,6 @@ class PrunedLayer:
             inputs in the pruned model, and W is the dense weight that comes closest with them to the layer's
             output in the dense model. For the first layer that is its own.
         error: likewise, of the layer as it is now, also stored in 8 or 4 bits.
-        damping: of the second moment of the inputs, over the mean of its diagonal; more than was asked for
-            where that was too weak.
         tokens: of the calibration data that the layer has met.
         empty_rows: block rows without a block, whose outputs are the bias alone.
         empty_columns: block columns without a block, whose inputs nothing reads.
@@ -383,7 +359,6 @@ class PrunedLayer:
     density: float
     error_before: float
     error: float
-    damping: float
     tokens: int
     empty_rows: int
     empty_columns: int
@@ -392,7 +367,7 @@ class PrunedLayer:
     def row(self, *others: PrunedLayer) -> dict[str, str]:
         """Return the cells of a table, by column.
 
-        The experts of a projection share them: means, and the largest damping.
+        The experts of a projection share them, as means.
         """
         layers = (self, *others)
         least, most = (function(layer.tokens for layer in layers) for function in (min, max))
@@ -403,7 +378,6 @@ class PrunedLayer:
             "density": f"{fmean(layer.density for layer in layers):.3f}",
             "storage": storage_of(self.config.storage).describe(self.config.nm, self.config.activations),
             "tokens": f"{least:,} to {most:,}" if others else f"{least:,}",
-            "damping": f"{max(layer.damping for layer in layers):.2g}",
             "error before": f"{fmean(layer.error_before for layer in layers):.4f}",
             "error": f"{fmean(layer.error for layer in layers):.4f}",
         }
@@ -419,10 +393,8 @@ def prune_(
     filter_fn: Filter | None = None,
     method: str = "obs",
     refit: bool = True,
-    damping: float = DAMPING,
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
-    strict: bool = True,
 ) -> Report:
     """Prune the linear layers of a trained model in place, so that their outputs change least.
 
@@ -446,14 +418,12 @@ def prune_(
         method: how blocks are chosen. "obs" by what their removal costs when the others make up for it, one
             after the other; "wanda" by the sum of |W| · ‖X‖; "magnitude" by their norm.
         refit: whether the kept weights make up for the others.
-        damping: of the second moment of the inputs, over the mean of its diagonal.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the stack and all matrices are computed; None is that of the model.
-        strict: raise where a name or expression prunes no layer, or all of them none.
 
     Warns:
-        UserWarning: layers have met fewer tokens than they have inputs; chosen blocks leave block rows or
-            columns empty; or, without ``layers``, most parameters are in no linear layer.
+        UserWarning: layers have met fewer tokens than they have inputs, or chosen blocks leave block rows or
+            columns empty.
 
     Examples:
         >>> config = tilesparse.BlockSparseConfig(density=0.5, block_shape=64)
@@ -461,48 +431,44 @@ def prune_(
     """
     if method not in METHODS:
         raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
-    checked_number("damping", damping)
     check_flag("refit", refit)
     check_model(model)
-    all_layers = isinstance(config, BlockSparseConfig) and layers is None
-    if isinstance(config, BlockSparseConfig):
-        config = checked_config("config", config)
-    elif isinstance(config, Mapping):
+    if isinstance(config, Mapping):
         config = {
             name: None if own is None else checked_config(f"config[{name!r}]", own)
             for name, own in config.items()
         }
     else:
-        raise InvalidTypeError(f"config must be a BlockSparseConfig or a mapping, got {shown(config)}")
+        config = checked_config("config", config)
     refused = reasons_against_experts(model)
     solutions: dict[str, Solution] = {}
     made: dict[str, Any] = {}
     stack = None
     with expanded(model) as experts:
-        targets, skipped = chosen_layers(
-            model, config, layers, exclude, filter_fn, strict=strict, refused=refused
-        )
-        all_stay_dense = bool(skipped) and all(one.reason == STAYS_DENSE for one in skipped)  # as planned
-        if not targets and not all_stay_dense and strict:
-            raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
+        targets, skipped = chosen_layers(model, config, layers, exclude, filter_fn, refused=refused)
         if targets:
-            check_configs_of(experts, targets)
             data = collected(batches)
             check_can_change(model)
-            device = chosen_device(model, device)
             with observing(model):
-                calibration = Calibration(model, data, forward or call_model, list(targets), device, refit)
+                calibration = Calibration(
+                    model, data, forward or call_apart, [*targets], chosen_device(model, device), refit
+                )
 
-                def solve(name: str, moments: Moments) -> Solution:
-                    pruner = Pruner(model.get_submodule(name), moments, damping)
-                    return pruner.prune(targets[name], method, refit=refit)
+                def changed(names: Sequence[str]) -> dict[str, Tensor]:
+                    return _parameters(model, {name: solutions[name].layer for name in names})
 
-                solutions = _solutions(model, calibration, targets, solve)
+                for group in calibration.groups(changed):
+                    for name, moments in calibration.moments(group):
+                        with naming_layer(name):
+                            pruner = Pruner(model.get_submodule(name), moments)
+                            solutions[name] = pruner.prune(targets[name], method, refit=refit)
             sparse = {
-                name: built(model.get_submodule(name), solution, targets[name])
+                name: solution.layer.train(model.get_submodule(name).training)
                 for name, solution in solutions.items()
             }
             made, stack = joined(experts, sparse, targets), calibration.stack
+        elif not skipped or any(one.reason != STAYS_DENSE for one in skipped):  # not as planned
+            raise InvalidArgumentError(f"model: no layer is left to prune; {reasons(skipped)}")
     names = names_of_modules(model)
     modules = {name: model.get_submodule(name) for name in made}
     replaced = [Target(names[modules[name]], modules[name], layer) for name, layer in made.items()]
@@ -513,79 +479,38 @@ def prune_(
     pruned = [
         PrunedLayer(
             name,
-            solution.pattern.shape,
+            solution.layer.spec.shape,
             targets[name],
-            solution.pattern.density,
-            solution.error_before,
-            solution.error,
-            solution.damping,
-            solution.tokens,
-            *empty_of(solution.pattern.block_indices(), solution.pattern.shape, solution.pattern.block_shape),
+            solution.layer.density,
+            *solution[1:],
+            *empty_of(
+                solution.layer.pattern.block_indices(), solution.layer.spec.shape, solution.layer.block_shape
+            ),
             projection_of(experts, name),
         )
         for name, solution in solutions.items()
     ]
+    if made and (refit or method == "obs"):
+        tokens = {layer.name: layer.tokens for layer in pruned}
+        warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
+    if made:
+        warn_of_empty(layer for layer in pruned if layer.projection is None)
     order = f"block by block of {stack!r}" if stack is not None else "all layers at once"
-    report = replace(
+    return replace(
         sizes,
         layers=pruned,
         skipped=skipped,
         notes=[f"{order}, by {method}"],
         facts={"method": method, "stack": stack},
     )
-    if made and (refit or method == "obs"):
-        tokens = {layer.name: layer.tokens for layer in pruned}
-        warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
-    if made:
-        warn_of_empty(layer for layer in pruned if layer.projection is None)
-    if made and all_layers:
-        _warn_of_dense(model, report.dense)
-    return report
 
 
-def _solutions(
-    model: nn.Module,
-    calibration: Calibration,
-    targets: Mapping[str, BlockSparseConfig],
-    solve: Callable[[str, Moments], Solution],
-) -> dict[str, Solution]:
-    """Return the solutions of all layers, each by its inputs behind those that were pruned before."""
-    solutions: dict[str, Solution] = {}
-    progress = Progress(len(targets))
-
-    def changed(layers: Sequence[str]) -> dict[str, Tensor]:
-        return _parameters(model, targets, {name: solutions[name] for name in layers})
-
-    for group in calibration.groups(changed):
-        for name, moments in calibration.moments(group):
-            with naming_layer(name):
-                solutions[name] = solve(name, moments)
-            progress.show(len(solutions), f"layers pruned, {name} the last")
-    return solutions
-
-
-def _parameters(
-    model: nn.Module, targets: Mapping[str, BlockSparseConfig], solutions: Mapping[str, Solution]
-) -> dict[str, Tensor]:
+def _parameters(model: nn.Module, layers: Mapping[str, BlockSparseLinear]) -> dict[str, Tensor]:
     """Return the parameters with which dense layers compute as pruned ones, by their names in the model."""
     found: dict[str, Tensor] = {}
-    for name, solution in solutions.items():
-        linear = model.get_submodule(name)
-        layer = built(linear, solution, targets[name])
+    for name, layer in layers.items():
         weight = layer.to_linear().weight.detach()
-        found[f"{name}.weight"] = weight.T if is_conv1d(linear) else weight
+        found[f"{name}.weight"] = weight.T if is_conv1d(model.get_submodule(name)) else weight
         if layer.bias is not None:
             found[f"{name}.bias"] = layer.bias.detach()
     return found
-
-
-def _warn_of_dense(model: nn.Module, dense: Sequence[DenseParameter]) -> None:
-    """Warn where most of a model is no linear layer, as with experts stacked in one parameter."""
-    usual = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
-    others = [one for one in dense if not isinstance(model.get_submodule(one.name.rpartition(".")[0]), usual)]
-    share = sum(one.share for one in others)
-    if share > 0.5:
-        warn_user(
-            f"{share:.0%} of the parameters are in no linear layer and stay dense: "
-            f"{listed(one.name for one in others)}"
-        )

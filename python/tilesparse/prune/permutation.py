@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import Progress, shown
-from ..calibrate.calibration import DAMPING, Calibration, Forward, Moments, call_model, check_model, collected
-from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
+from .._checks import shown
+from ..calibrate.calibration import (
+    Calibration,
+    Forward,
+    Improvement,
+    Moments,
+    check_model,
+    collected,
+)
+from ..calibrate.stream import call_apart, chosen_device, differences, observing, restoring, swapped
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..model.match import (
     block_shape_of,
     checked_config,
@@ -24,15 +31,9 @@ from ..model.match import (
 )
 from ..model.report import Report
 from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.weight import is_sharded
 from .driver import Pruner
 
-# Names of layers within a feed-forward network: those that give hidden features, and the one that takes them.
-_FEED_FORWARD = (
-    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its likes
-    (("fc1",), "fc2"),  # ViT, CLIP, OPT
-    (("c_fc",), "c_proj"),  # GPT-2
-    (("intermediate.dense",), "output.dense"),  # BERT, RoBERTa
-)
 ROUNDS = 8  # of a search
 DIFFERENCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}  # of outputs that count as equal, relative, by bytes of a number
 
@@ -53,47 +54,10 @@ class PermutationGroup:
         if not isinstance(self.producers, tuple) or not self.producers:
             raise InvalidArgumentError(f"producers must be a tuple of names, got {shown(self.producers)}")
 
-    @classmethod
-    def find(cls, model: nn.Module) -> list[PermutationGroup]:
-        """Find the hidden dimensions of feed-forward networks by the names of a model's layers.
-
-        They are known in models of Transformers whose layers are named as those of Llama, BERT, RoBERTa, ViT,
-        CLIP, OPT or GPT-2. Modules are left out that have other parameters or buffers which may belong to
-        these features, and layers that share a weight. What else the code of a model does with features is
-        not seen; `tilesparse.prune.permute_` compares outputs.
-        """
-        found: list[PermutationGroup] = []
-        for name, module in model.named_modules():
-            for producers, consumer in _FEED_FORWARD:
-                layers = [_below(module, each) for each in (*producers, consumer)]
-                if all(map(_is_dense, layers)) and not _may_have_others(module, layers):
-                    own = (f"{name}.{each}".lstrip(".") for each in producers)
-                    found.append(cls(tuple(own), f"{name}.{consumer}".lstrip(".")))
-        return [group for group in found if group._reason_against(model) is None]
-
     @torch.no_grad()
-    def permute_(self, model: nn.Module, order: Tensor) -> None:
-        """Reorder the features of this group in a dense model, in place; its function stays the same.
-
-        Nothing between producers and consumer may depend on the order.
-
-        Args:
-            model: has these layers.
-            order: [features] of integers: which feature comes where.
-
-        Raises:
-            UnsupportedError: a weight is sharded. Nothing has changed after an error.
-        """
-        self._check_fits(model, "group")
-        layers = self._layers(model).values()
-        for layer, _ in layers:
-            kind = type(layer.weight.detach())
-            if kind is not Tensor:
-                raise UnsupportedError(f"model must have plain tensors as weights, got {kind.__name__}")
-        features = torch.arange(dense_weight(layer).shape[1], device="cpu")  # the consumer comes last
-        if not isinstance(order, Tensor) or not torch.equal(order.cpu().sort().values, features):
-            raise InvalidArgumentError(f"order must have each of {len(features)} features once, got others")
-        for layer, dim in layers:
+    def _reorder(self, model: nn.Module, order: Tensor) -> None:
+        """Reorder the features of this group in a dense model; order[i] becomes feature i."""
+        for layer, dim in self._layers(model).values():
             weight = dense_weight(layer)
             index = order.to(weight.device)
             weight.copy_(weight.index_select(dim, index))
@@ -107,24 +71,18 @@ class PermutationGroup:
         """Return the layers by name, and which dimension of their weight the features are."""
         return {name: (model.get_submodule(name), int(name == self.consumer)) for name in self._names()}
 
-    def _check_fits(self, model: nn.Module, argument: str) -> None:
-        reason = self._reason_against(model)
-        if reason is not None:
-            raise InvalidArgumentError(f"{argument} must fit the model: {reason}")
-
     def _reason_against(self, model: nn.Module) -> str | None:
         """Say why a model does not have this group, as far as shapes and owners of weights tell."""
         names = names_of_modules(model)
         owners = owners_of_parameters(names)
+        modules = dict(model.named_modules(remove_duplicate=False))
         for name in self._names():
-            layer = _below(model, name)
-            if not _is_dense(layer):
+            layer: Any = modules.get(name)
+            if not _is_dense(layer) or is_sharded(layer.weight):
                 kind = type(layer).__name__
                 return f"{name!r} must be a dense linear layer with its own weight, got {kind}"
-            if len(names[layer]) > 1:
-                return f"layer {name!r} has another name as well"
-            if any(len(owners[parameter]) > 1 for parameter in layer.parameters()):
-                return f"layer {name!r} shares a parameter with another layer"
+            if len(names[layer]) > 1 or any(len(owners[own]) > 1 for own in layer.parameters()):
+                return f"layer {name!r} has another name as well, or shares a parameter with another layer"
         if self.consumer in self.producers:
             return f"layer {self.consumer!r} is producer and consumer"
         sizes = {dense_weight(layer).shape[dim] for layer, dim in self._layers(model).values()}
@@ -137,51 +95,12 @@ def _is_dense(layer: Any) -> bool:
     return linear and "weight" in layer._parameters and not is_stored_otherwise(layer.weight)
 
 
-def _below(module: nn.Module, name: str) -> Any:
-    """Return the module of a name in another, or None."""
-    found: nn.Module | None = module
-    for part in name.split("."):
-        found = None if found is None else found._modules.get(part)
-    return found
-
-
-def _may_have_others(module: nn.Module, layers: Sequence[Any]) -> bool:
-    """Return True if a tensor of a module, but for those of these layers, may belong to hidden features."""
-    theirs = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    features, tensors = dense_weight(layers[-1]).shape[1], (*module.parameters(), *module.buffers())
-    return any(features in tensor.shape for tensor in tensors if id(tensor) not in theirs)
-
-
-@dataclass(frozen=True)
-class PermutedGroup:
-    """A permutation group, the sum of its layers' errors before and after reordering, and if that was kept.
-
-    Both are None where no order was looked for: a block holds all features of a group.
-    """
-
-    group: PermutationGroup
-    error_before: float | None
-    error: float | None
-    kept: bool
-
-    @property
-    def name(self) -> str:
-        """The group's consumer."""
-        return self.group.consumer
-
-    def row(self) -> dict[str, str]:
-        """Return the cells of a table, by column."""
-        before, after = ("" if error is None else f"{error:.4f}" for error in (self.error_before, self.error))
-        kept = "yes" if self.kept else "no" if after else ""
-        return {"layer": self.name, "error before": before, "error": after, "kept": kept}
-
-
 def permute_(
     model: nn.Module,
     config: BlockSparseConfig,
     batches: Iterable[Any],
     *,
-    groups: Sequence[PermutationGroup] | None = None,
+    groups: Sequence[PermutationGroup],
     forward: Forward | None = None,
     device: torch.device | str | int | None = None,
 ) -> Report:
@@ -198,33 +117,26 @@ def permute_(
         model: dense, on its device.
         config: what the layers are to become.
         batches: calibration data, as of `prune_`; so is ``forward``.
-        groups: None is all that `PermutationGroup.find` finds.
+        groups: of which each is reordered.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where matrices are computed; None is that of the model's first parameter.
     """
     check_model(model)
     config = checked_config("config", config)
-    found = PermutationGroup.find(model) if groups is None else list(groups)
-    if not found:
-        raise InvalidArgumentError("groups must be given: none is known of this model")
-    for group in found:
+    for group in groups:
         if not isinstance(group, PermutationGroup):
             raise InvalidTypeError(f"groups must be PermutationGroup, got {shown(group)}")
-        group._check_fits(model, "groups")
+        reason = group._reason_against(model)
+        if reason is not None:
+            raise InvalidArgumentError(f"groups must fit the model: {reason}")
         for name, (layer, _) in group._layers(model).items():
             checked_configs("config", name, [config], shape_of(layer))
-    data, call = collected(batches), forward or call_model
-    done: list[PermutedGroup] = []
+    data, call = collected(batches), forward or call_apart
+    done: list[Improvement] = []
     with observing(model), torch.no_grad():
-        first = call(model, data[0])
-        if not any(tensor.is_floating_point() for tensor in tensors_in(first)):
-            raise InvalidArgumentError(
-                f"model must give a floating-point tensor to compare, got {type(first).__name__}; forward "
-                "can give one"
-            )
-        layers = (layer for group in found for layer, _ in group._layers(model).values())
+        layers = (layer for group in groups for layer, _ in group._layers(model).values())
         with restoring(parameter for layer in layers for parameter in layer.parameters()) as before:
-            for group, moments in _with_moments(model, data, call, found, chosen_device(model, device)):
+            for group, moments in _with_moments(model, data, call, groups, chosen_device(model, device)):
                 done.append(_improve(model, group, moments, config))
             for batch in data if any(one.kept for one in done) else ():
                 output = call(model, batch)
@@ -252,40 +164,38 @@ def _with_moments(
     names = list(dict.fromkeys(name for group in groups for name in group._names()))
     calibration = Calibration(model, data, call, names, device)
     known: dict[str, Moments] = {}
-    progress = Progress(len(groups))
     for layers in calibration.groups():
         known |= calibration.moments(layers)
         for group in [group for group in waiting if known.keys() >= set(group._names())]:
             waiting.remove(group)
             yield group, known
-            progress.show(len(groups) - len(waiting), f"groups searched, {group.consumer} the last")
         needed = {name for group in waiting for name in group._names()}
         known = {name: moments for name, moments in known.items() if name in needed}
 
 
 def _improve(
     model: nn.Module, group: PermutationGroup, moments: dict[str, Moments], config: BlockSparseConfig
-) -> PermutedGroup:
+) -> Improvement:
     """Reorder a group, and the moments of its consumer, if that lowers the error."""
     order = _clustered(model, group, moments, config)
     if order is None:
-        return PermutedGroup(group, None, None, False)
+        return Improvement(group.consumer, None, None, False)
     before = _error(model, group, moments, config)
     reordered = {**moments, group.consumer: moments[group.consumer].reordered(order)}
-    group.permute_(model, order)
+    group._reorder(model, order)
     after = _error(model, group, reordered, config)
     if after < before:
         moments.update(reordered)
     else:
-        group.permute_(model, order.argsort())
-    return PermutedGroup(group, before, after, after < before)
+        group._reorder(model, order.argsort())
+    return Improvement(group.consumer, before, after, after < before)
 
 
 def _error(
     model: nn.Module, group: PermutationGroup, moments: Mapping[str, Moments], config: BlockSparseConfig
 ) -> float:
     """Return the sum of the errors of the group's layers once they are pruned."""
-    pruners = (Pruner(model.get_submodule(name), moments[name], DAMPING) for name in group._names())
+    pruners = (Pruner(model.get_submodule(name), moments[name]) for name in group._names())
     return sum(pruner.prune(config, "obs").error for pruner in pruners)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import check_flag, shown
-from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
-from ..calibrate.stream import chosen_device, observing
+from .._checks import shown
+from ..calibrate.calibration import check_model, collected, warn_of_few_tokens
+from ..calibrate.stream import call_apart, chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.match import (
@@ -30,8 +30,8 @@ from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over
 from ..storage.formats import QuantizedStorage, storage_of
-from .plan import ExpertsPlan, Plan, Task, WeightPlan
-from .smooth import SmoothPlan, is_linear
+from .plan import Task, round_weights
+from .smooth import is_linear, smooth
 
 
 def quantize_(
@@ -44,45 +44,37 @@ def quantize_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     device: torch.device | str | int | None = None,
-    strict: bool = True,
 ) -> Report:
     """Store block-sparse layers in 8 or 4 bits, in place, by what that does to outputs on calibration data.
 
-    `BlockSparseLinear.to_storage` does so without data. With 8-bit activations this chooses scales:
-
-    - **Smoothing** divides features of activations that are much larger than others by a scale, and
-      multiplies the weights that read them (SmoothQuant; Xiao et al., arXiv:2211.10438). The module before
-      takes the inverse: a norm, or a linear layer such as up_proj before down_proj. It is found by what
-      scaling does to the model, not by names. Scales are powers of two, so the model computes the same
-      before it is quantized; those that change what the model gives for any batch are left out, and the
-      report says so.
-    - **Clipping** of the largest weights of an output feature, see `storage.quantize_weights`.
+    With 8-bit activations this chooses scales. **Smoothing** divides features of activations that are much
+    larger than others by a scale, and multiplies the weights that read them (SmoothQuant; Xiao et al.,
+    arXiv:2211.10438); the module before takes the inverse. It is found by what scaling does to the model.
+    Scales are powers of two, so the model computes the same before it is quantized; those that change what it
+    gives for any batch are left out, and the report says so. **Clipping** cuts the largest weights of an
+    output feature.
 
     With weights alone it rounds them one column after the other, and those behind make up for the error, as
-    in GPTQ (Frantar et al., arXiv:2210.17323), within the kept blocks of each row. Each row of a block is
-    clipped where that costs least. Output features whose error would grow are rounded to the nearest, as
-    `to_storage` does; so are all weights of experts.
+    in GPTQ (Frantar et al., arXiv:2210.17323), within the kept blocks of each row, whose scales are those
+    that cost least. Output features whose error would grow are rounded to the nearest, as `to_storage` does;
+    so are experts.
 
     Dense layers stay as they are; `sparsify_` with density 1 makes them block-sparse. The model runs as in
     evaluation and is changed only at the very end: after an error it is as it was. Build optimizers
     afterwards.
 
     Args:
-        model: with `BlockSparseLinear` in the storage "plain", not 2:4.
+        model: with `BlockSparseLinear` in the storage "plain".
         config: storage and activations of the layers, such as ``BlockSparseConfig.w8a8()``; or a config for
             each name or regular expression of layers, of which the first that matches counts, and None leaves
             layers as they are. Its other fields are not looked at: layers keep their blocks.
-        batches: calibration data, as of `prune_`. With 8-bit activations a few thousand tokens do;
-            weights alone want several tokens for each of a layer's in_features.
+        batches: calibration data, as of `prune_`. With 8-bit activations a few thousand tokens do; weights
+            alone want several tokens for each of a layer's in_features.
         layers: names or regular expressions, as of `sparsify_`. None is all block-sparse layers.
         exclude: likewise, of layers that stay as they are.
         filter_fn: takes a layer and its name, and returns True to quantize it.
         forward: ``forward(model, batch)`` calls the model, for batches of other kinds.
         device: where blocks of the model run and errors are computed; None is that of the model.
-        strict: raise where no layer is left to quantize, or a name or expression finds none.
-
-    Returns:
-        The layers with their errors before and after, and what was left alone.
 
     Raises:
         UnsupportedError: a layer is sharded.
@@ -91,49 +83,37 @@ def quantize_(
         >>> tilesparse.sparsify_(model, tilesparse.BlockSparseConfig(density=1.0, block_shape=64))
         >>> print(tilesparse.quantize_(model, tilesparse.BlockSparseConfig.w8a8(), batches))
     """
-    check_flag("strict", strict)
     check_model(model)
     data = collected(batches)
-    targets, skipped = _targets(model, config, layers, exclude, filter_fn, strict)
-    if not targets:
-        return Report("quantize_", [], skipped)
+    targets, skipped = _targets(model, config, layers, exclude, filter_fn)
     check_can_change(model)
-    by_plan = _by_plan(model, targets)
-    weights = by_plan[WeightPlan]
-    with observing(model):
-        task = Task(model, {}, data, forward or call_model, chosen_device(model, device), weights)
-        plans = [kind(task._replace(configs=own)) for kind, own in by_plan.items() if own]
-        # Everything that can fail comes before the first change.
+    experts = [name for name in targets if isinstance(model.get_submodule(name), ExpertsLinear)]
+    others = [name for name in targets if name not in experts]
+    weights = [name for name in others if targets[name].activations is None]
+    eight_bits = [name for name in others if name not in weights]
+    task = Task(model, targets, data, forward or call_apart, chosen_device(model, device))
+    with observing(model), torch.no_grad():
+        if eight_bits:
+            smooth(task, eight_bits, weights)
+        if weights:
+            round_weights(task, weights)
+        for name in experts:
+            error = task.store(name).storage_error ** 2
+            task.layers.append(task.note(name, error, error))
         with torch.inference_mode(False), torch.no_grad():
-            stored = [pair for plan in plans for pair in plan.stored()]
-            scaled = [pair for plan in plans for pair in plan.scaled().items()]
-            for name, tensor in scaled:
+            for name, tensor in task.scaled.items():
                 model.get_parameter(name).copy_(tensor)
-            for layer, other in stored:
-                take_over(layer, other)
+            for name, other in task.stored.items():
+                take_over(task.layer(name), other)
     layers_changed(model)
-    found = [layer for plan in plans for layer in plan.layers]
-    warn_of_few_tokens(model, {layer.name: layer.tokens for layer in found if layer.name in weights})
+    warn_of_few_tokens(model, {layer.name: layer.tokens for layer in task.layers if layer.name in weights})
     rough = [
         SkippedLayer(layer.name, "BlockSparseLinear", layer.reason)
-        for layer in found
+        for layer in task.layers
         if layer.reason is not None
     ]
     notes = [f"not smoothed: {text}" for text in by_reason(rough)]
-    return Report("quantize_", found, skipped, notes=notes, facts={"stack": plans[0].stack})
-
-
-def _by_plan(
-    model: nn.Module, targets: Mapping[str, BlockSparseConfig]
-) -> dict[type[Plan], dict[str, BlockSparseConfig]]:
-    """Return the layers that each kind of plan quantizes."""
-    plans: dict[type[Plan], dict[str, BlockSparseConfig]] = {SmoothPlan: {}, WeightPlan: {}, ExpertsPlan: {}}
-    for name, config in targets.items():
-        if isinstance(model.get_submodule(name), ExpertsLinear):
-            plans[ExpertsPlan][name] = config
-        else:
-            plans[WeightPlan if config.activations is None else SmoothPlan][name] = config
-    return plans
+    return Report("quantize_", task.layers, skipped, notes=notes, facts={"stack": task.stack})
 
 
 def _targets(
@@ -142,48 +122,41 @@ def _targets(
     layers: str | Sequence[str] | None,
     exclude: str | Sequence[str] | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
-    strict: bool,
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
     """Return the layers to quantize with their configs, and the linear ones that stay as they are."""
     for each in config.values() if isinstance(config, Mapping) else [config]:
         if each is not None:
             _check_config(each)
     rules, names = rules_of(config, layers), names_of_modules(model)
-    places = matching([rule.layers for rule in rules], names)
-    configs = {module: rules[own[0]].config for module, own in places.items() if own}
     owners = owners_of_parameters(names)
+    configs: dict[nn.Module, Any] = {}  # by which a module is quantized, or None
+    refusal = refusal_of(
+        names, lambda module: _reason_to_skip(module, owners, configs[module]), exclude, filter_fn
+    )
     targets: dict[str, BlockSparseConfig] = {}
     skipped: list[SkippedLayer] = []
     used: set[int] = set()  # places of rules that decide about a layer
-
-    def reason_not(module: nn.Module) -> str | None:
-        own = configs.get(module)
-        return STAYS_DENSE if own is None else _reason_to_skip(module, owners, own)
-
-    refusal = refusal_of(names, reason_not, exclude, filter_fn)
-    for module, own in configs.items():
-        if not (is_linear(module) or _stacked(module)):
+    for module, places in matching([rule.layers for rule in rules], names).items():
+        if not places or not (is_linear(module) or _stacked(module)):
             continue
-        name = names[module][0]
-        reason = refusal(name, module)
-        if reason is None and own is not None:
+        name, own = names[module][0], rules[places[0]].config
+        configs[module] = own
+        reason = STAYS_DENSE if own is None else refusal(name, module)
+        if own is not None and reason is None:
             targets[name] = own
         else:
             skipped.append(SkippedLayer(name, type(module).__name__, reason or STAYS_DENSE))
-        if name in targets or own is None:
-            used.update(place for place in places[module] if rules[place].config == own)
+        if own is None or reason is None:
+            used.update(place for place in places if rules[place].config == own)
     unused = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
-    if layers is None and isinstance(config, BlockSparseConfig):
-        unused = []
-    if strict and (unused or not targets):
+    why = "; ".join([*by_reason(skipped)][:3]) or "none is block-sparse"
+    if unused and (layers is not None or isinstance(config, Mapping)):
         argument = "config" if layers is None else "layers"
-        which = (
-            f"{argument} must each name a layer to quantize, got {unused[0]!r}"
-            if unused
-            else "model: no layer is left to quantize"
+        raise InvalidArgumentError(
+            f"{argument} must each name a layer to quantize, got {unused[0]!r} ({why})"
         )
-        why = "; ".join([*by_reason(skipped)][:3]) or "none is block-sparse"
-        raise InvalidArgumentError(f"{which} ({why})")
+    if not targets:
+        raise InvalidArgumentError(f"model: no layer is left to quantize ({why})")
     return targets, skipped
 
 

@@ -1,19 +1,15 @@
-"""Plans of quantization: what becomes of the layers; and the one for weights alone.
-
-Weights are rounded column by column, as in GPTQ.
-"""
+"""What becomes of layers that are quantized; and weights alone, rounded column by column as in GPTQ."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import Progress
 from ..calibrate.calibration import (
     Calibration,
     Damped,
@@ -50,10 +46,7 @@ class QuantizedLayer:
         error: likewise, as the layer is now.
         tokens: of the calibration data that the layer has met; 0 of experts, whose tokens are not looked at.
         activations: as of `BlockSparseConfig`; None where the weight alone is quantized.
-        clipped: fraction of the scales, each of an output feature, or with weights alone of a row of a block,
-            that clip the largest weights.
         smoothed_by: the module that took the inverse of the scales of the layer's input, or None.
-        alpha: strength of the migration from activations into weights; None without.
         reason: why its input could not be smoothed, or None; None with weights alone.
         nearest: fraction of the output features whose weights are each rounded to the nearest. 1 with 8-bit
             activations; with weights alone those where no other rounding was better.
@@ -68,9 +61,7 @@ class QuantizedLayer:
     error: float
     tokens: int
     activations: str | None = None
-    clipped: float = 0.0
     smoothed_by: str | None = None
-    alpha: float | None = None
     reason: str | None = None
     nearest: float = 1.0
 
@@ -83,24 +74,26 @@ class QuantizedLayer:
             "density": f"{self.density:.3f}",
             "storage": storage_of(self.storage).describe(None, self.activations),
             "smoothed by": self.smoothed_by or "",
-            "alpha": "" if self.alpha is None else f"{self.alpha:g}",
             "nearest": f"{self.nearest:.0%}",
-            "clipped": f"{self.clipped:.0%}",
             "tokens": f"{self.tokens:,}" if self.tokens else "",
             "error before": f"{self.error_before:.2g}",
             "error": f"{self.error:.2g}",
         }
 
 
-class Task(NamedTuple):
-    """The layers that a plan quantizes, and the arguments of `quantize_`."""
+@dataclass
+class Task:
+    """Arguments of `quantize_`, and what becomes of the layers; the model stays as it is."""
 
-    model: nn.Module  # in evaluation mode; plans only read it
+    model: nn.Module  # in evaluation mode
     configs: Mapping[str, BlockSparseConfig]  # of the layers afterwards, by their names
     data: Sequence[Any]
     forward: Forward
     device: torch.device
-    fixed: Container[str] = ()  # layers that other plans quantize, and whose weights nothing may scale
+    layers: list[QuantizedLayer] = field(default_factory=list)
+    stored: dict[str, BlockSparseLinear] = field(default_factory=dict)  # as layers are to become
+    scaled: dict[str, Tensor] = field(default_factory=dict)  # other parameters, by their names in the model
+    stack: str | None = None  # of blocks that the data go through
 
     def layer(self, name: str) -> Any:
         """Return a module of the model."""
@@ -114,7 +107,9 @@ class Task(NamedTuple):
 
     def calibration(self, layers: Sequence[str]) -> Calibration:
         """Return the data before the first block, where layers are of interest."""
-        return Calibration(self.model, self.data, self.forward, layers, self.device)
+        calibration = Calibration(self.model, self.data, self.forward, layers, self.device)
+        self.stack = calibration.stack
+        return calibration
 
     def weight(self, name: str) -> Tensor:
         """Return a float32 copy of a layer's W [out_features, in_features] on the device."""
@@ -122,69 +117,36 @@ class Task(NamedTuple):
         dense = with_blocks(dense_blocks(layer), layer.pattern)
         return dense.to(self.device, torch.float32)
 
-
-class Plan:
-    """The layers of a task as they are to become; the model stays as it is."""
-
-    stack: str | None = None  # of blocks that the data go through
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self.layers: list[QuantizedLayer] = []
-        self._progress = Progress(len(task.configs))
-
-    def stored(self) -> list[tuple[BlockSparseLinear, BlockSparseLinear]]:
-        """Return the layers, each with one of the same tensors that is stored as it is to become."""
-        return [(self._task.layer(name), self._stored(name)) for name in self._task.configs]
-
-    def scaled(self) -> dict[str, Tensor]:
-        """Return new parameters of modules that are not quantized, by their names in the model."""
-        return {}
-
-    def _stored(self, name: str) -> BlockSparseLinear:
-        return self._copy(name)
-
-    def _copy(
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def store(
         self, name: str, parameters: Mapping[str, Tensor] | None = None, **options: Any
     ) -> BlockSparseLinear:
-        """Return a layer of the same tensors, but for some parameters, in its new storage.
-
-        ``options`` are other arguments of `BlockSparseLinear.to_storage`.
-        """
-        layer, config = self._task.layer(name), self._task.configs[name]
+        """Store a layer of the same tensors, but for some parameters; ``options`` as of `to_storage`."""
+        layer, config = self.layer(name), self.configs[name]
         other: BlockSparseLinear = copy(layer)
         own = other.__dict__
         own["_parameters"], own["_buffers"] = dict(own["_parameters"]), dict(own["_buffers"])
         for parameter, tensor in (parameters or {}).items():
             setattr(other, parameter, nn.Parameter(tensor, layer.get_parameter(parameter).requires_grad))
         with naming_layer(name):
-            return other.to_storage(config.storage, activations=config.activations, **options)
+            self.stored[name] = other.to_storage(config.storage, activations=config.activations, **options)
+        return self.stored[name]
 
-    def _note(self, name: str, error_before: float, error: float, tokens: int, **found: Any) -> None:
-        """Add a layer to the report."""
-        layer, config = self._task.layer(name), self._task.configs[name]
-        form = layer.spec.shape, layer.block_shape, layer.density, self._task.storage(name).name
+    def note(
+        self, name: str, error_before: float, error: float, tokens: int = 0, **found: Any
+    ) -> QuantizedLayer:
+        """Return the record of a layer."""
+        layer, config = self.layer(name), self.configs[name]
+        form = layer.spec.shape, layer.block_shape, layer.density, self.storage(name).name
         found["activations"] = config.activations
-        self.layers.append(QuantizedLayer(name, *form, error_before, error, tokens, **found))
-        self._progress.show(len(self.layers), f"layers quantized, {name} the last")
-
-
-class ExpertsPlan(Plan):
-    """Projections of experts, stored as `to_storage` does."""
-
-    @torch.no_grad()
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        for name in task.configs:
-            error = self._stored(name).storage_error ** 2
-            self._note(name, error, error, 0)
+        return QuantizedLayer(name, *form, error_before, error, tokens, **found)
 
 
 def inverse_norms(outputs: Tensor) -> Tensor:
-    """Return 1 / ‖y‖ [..., 1] of outputs [..., features], by which tokens count alike; 0 where y = 0.
+    """Return 1 / ‖y‖ [..., 1] of outputs [..., features], 0 where y = 0, by which tokens count alike.
 
-    Language models have a few tokens whose activations are a thousand times those of others. Sums of squares
-    would be about these alone.
+    A few tokens of language models have activations a thousand times those of others, and would decide alone.
     """
     norms = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
     return torch.where(norms > 0, 1 / norms, 0)
@@ -195,64 +157,51 @@ def inverse_norms(outputs: Tensor) -> Tensor:
 _DAMPING = 0.1
 
 
-class WeightPlan(Plan):
-    """Rounded weights of layers, in the order in which they run, each by its inputs behind those before."""
+def round_weights(task: Task, names: Sequence[str]) -> None:
+    """Round weights of layers, in the order in which they run, each by its inputs behind those before."""
+    calibration = task.calibration(names)
+    rounded: dict[str, RoundedWeight] = {}
 
-    @torch.no_grad()
-    def __init__(self, task: Task) -> None:
-        """Round all weights."""
-        super().__init__(task)
-        calibration = task.calibration([*task.configs])
-        self._rounded: dict[str, RoundedWeight] = {}
-        self.stack = calibration.stack
-        for group in calibration.groups(self._parameters):
-            weights = {name: self._weight(name) for name in group}
-            moments = checked_moments(group[0], self._moments(calibration, weights))
-            for name, weight in weights.items():
-                self._round(name, weight, moments)
-
-    def _weight(self, name: str) -> Tensor:
-        weight = self._task.weight(name)
-        if not bool(weight.isfinite().all()):
-            raise InvalidArgumentError(f"layer {name!r}: weight must be finite, got NaN or infinities")
-        return weight
-
-    def _moments(self, calibration: Calibration, weights: Mapping[str, Tensor]) -> Moments | None:
-        """Return the moments of the input of some layers, each token over the norm of its outputs."""
-        found: list[Moments] = []
-        together, device = torch.cat(list(weights.values())), self._task.device
-
-        def note(_: str, x: Tensor, number: int, keep: Tensor | None) -> None:
-            if not found:
-                found.append(Moments(x.shape[-1], device))
-            x = x.detach().to(device, torch.float32)
-            with exact_products(device):
-                sizes = inverse_norms(x @ together.T)
-            found[0].add(x * sizes, None, number, keep)
-
-        calibration.visit(list(weights)[:1], note)
-        return found[0] if found else None
-
-    def _round(self, name: str, weight: Tensor, moments: Moments) -> None:
-        second, storage = moments.second(), self._task.storage(name)
-        pattern = self._task.layer(name).pattern.to(self._task.device)
-        found = round_weight(weight, pattern, second, damped(second, _DAMPING), storage)
-        self._rounded[name] = found
-        nearest = float(found.nearest.float().mean())
-        errors = found.error_before, found.error
-        self._note(name, *errors, moments.tokens(), clipped=found.clipped, nearest=nearest)
-
-    def _parameters(self, layers: Sequence[str]) -> dict[str, Tensor]:
-        """Return parameters with which layers compute as quantized ones, by names in the model."""
-        weights = {name: self._task.model.get_parameter(f"{name}.weight") for name in layers}
+    def changed(layers: Sequence[str]) -> dict[str, Tensor]:
+        weights = {name: task.model.get_parameter(f"{name}.weight") for name in layers}
         return {
-            f"{name}.weight": self._rounded[name].values.to(weight.device, weight.dtype)
+            f"{name}.weight": rounded[name].values.to(weight.device, weight.dtype)
             for name, weight in weights.items()
         }
 
-    def _stored(self, name: str) -> BlockSparseLinear:
-        found = self._rounded[name]
-        return self._copy(name, limits=found.limits, values=found.values)
+    for group in calibration.groups(changed):
+        weights = {name: task.weight(name) for name in group}
+        for name, weight in weights.items():
+            if not bool(weight.isfinite().all()):
+                raise InvalidArgumentError(f"layer {name!r}: weight must be finite, got NaN or infinities")
+        moments = checked_moments(group[0], _moments(calibration, weights, task.device))
+        second = moments.second()
+        moment = damped(second, _DAMPING)
+        for name, weight in weights.items():
+            pattern = task.layer(name).pattern.to(task.device)
+            found = rounded[name] = round_weight(weight, pattern, second, moment, task.storage(name))
+            nearest = float(found.nearest.float().mean())
+            errors = found.error_before, found.error
+            task.layers.append(task.note(name, *errors, moments.tokens(), nearest=nearest))
+    for name, found in rounded.items():
+        task.store(name, limits=found.limits, values=found.values)
+
+
+def _moments(calibration: Calibration, weights: Mapping[str, Tensor], device: torch.device) -> Moments | None:
+    """Return the moments of the input of some layers, each token over the norm of its outputs."""
+    found: list[Moments] = []
+    together = torch.cat(list(weights.values()))
+
+    def note(_: str, x: Tensor, number: int, keep: Tensor | None) -> None:
+        if not found:
+            found.append(Moments(x.shape[-1], device))
+        x = x.detach().to(device, torch.float32)
+        with exact_products(device):
+            sizes = inverse_norms(x @ together.T)
+        found[0].add(x * sizes, None, number, keep)
+
+    calibration.visit(list(weights)[:1], note)
+    return found[0] if found else None
 
 
 class RoundedWeight(NamedTuple):
@@ -263,16 +212,9 @@ class RoundedWeight(NamedTuple):
 
     values: Tensor  # [nnz, bn, bk] float32, rounded
     limits: Tensor  # [nnz, bn] float32, the magnitudes at which values are clipped
-    clipped: float  # fraction of the limits that are below the largest magnitude
     nearest: Tensor  # [out_features] bools: rows that are rounded to the nearest, as that was better
     error_before: float  # of all rows rounded to the nearest
     error: float
-
-
-class _Rounded(NamedTuple):
-    values: Tensor  # [nnz, bn, bk] float32
-    limits: Tensor  # [nnz, bn] float32
-    clipped: Tensor  # [nnz, bn] bools: limits below the largest magnitude
 
 
 def round_weight(
@@ -284,34 +226,34 @@ def round_weight(
 ) -> RoundedWeight:
     """Round a weight W [out_features, in_features] float32 by the moments of its inputs, XᵀX / tokens.
 
-    Errors are measured by ``second``; ``moment`` is the same, damped, by which columns make up for others. No
-    row is worse than rounded to the nearest.
+    Errors are measured by ``second``, and made up for by ``moment``, which is damped. No row is worse than
+    rounded to the nearest.
     """
     blocks = kept_blocks(weight, pattern)
     limits = storage.limits_of(blocks)
-    plain = _Rounded(storage.rounded(blocks, limits), limits, limits < blocks.abs().amax(-1))
+    plain = storage.rounded(blocks, limits)
     with exact_products(weight.device):
-        found = _in_order(weight, pattern, moment, storage)
-        before, after = (_errors(weight, each.values, pattern, second) for each in (plain, found))
+        found, chosen = _in_order(weight, pattern, moment, storage)
+        before, after = (_output(weight - with_blocks(each, pattern), second) for each in (plain, found))
         size = float(_output(weight, second).sum())
     nearest = before < after
     of_blocks = nearest.view(-1, pattern.block_shape[0])[pattern.block_indices()[0].to(weight.device)]
-    clipped = torch.where(of_blocks, plain.clipped, found.clipped)
     return RoundedWeight(
-        torch.where(of_blocks[:, :, None], plain.values, found.values),
-        torch.where(of_blocks, plain.limits, found.limits),
-        float(clipped.float().mean()) if len(clipped) else 0.0,
+        torch.where(of_blocks[:, :, None], plain, found),
+        torch.where(of_blocks, limits, chosen),
         nearest,
         _over(float(before.sum()), size),
         _over(float(torch.minimum(before, after).sum()), size),
     )
 
 
-def _in_order(weight: Tensor, pattern: BlockPattern, moment: Damped, storage: QuantizedStorage) -> _Rounded:
-    """Return the weight rounded column by column."""
+def _in_order(
+    weight: Tensor, pattern: BlockPattern, moment: Damped, storage: QuantizedStorage
+) -> tuple[Tensor, Tensor]:
+    """Return blocks rounded column by column [nnz, bn, bk], and the limits of their rows [nnz, bn]."""
     bk = pattern.block_shape[1]
     rounded = torch.zeros_like(weight)
-    limits, largest = weight.new_zeros(2, len(weight), weight.shape[1] // bk)
+    limits = weight.new_zeros(len(weight), weight.shape[1] // bk)
     for rows, kept in supports(pattern, weight.device):
         columns = _largest_first(kept.view(-1, bk), moment.matrix.diagonal())
         matrix = moment.matrix[columns][:, columns]
@@ -321,15 +263,13 @@ def _in_order(weight: Tensor, pattern: BlockPattern, moment: Damped, storage: Qu
         for start in range(0, len(columns), bk):
             own, behind = slice(start, start + bk), slice(start + bk, None)
             group, number = left[:, own], int(columns[start]) // bk
-            of_rows = group.abs().amax(1).float()
-            tried = torch.stack([of_rows * ratio for ratio in CLIP_RATIOS])
+            tried = torch.stack([group.abs().amax(1).float() * ratio for ratio in CLIP_RATIOS])
             stored, errors, chosen = _best_of(group, tried, root[own, own], storage)
-            rounded[rows, columns[own]] = stored
-            largest[rows, number], limits[rows, number] = of_rows[:, None], chosen[:, None]
+            rounded[rows, columns[own]], limits[rows, number] = stored, chosen[:, None]
             left[:, behind] -= errors @ inverse[own, behind]
-    blocks = kept_blocks(rounded, pattern)
-    limits, largest = _of_blocks(limits, pattern), _of_blocks(largest, pattern)
-    return _Rounded(blocks, limits, limits < largest)
+    of_rows, of_columns = (places.to(limits.device) for places in pattern.block_indices())
+    limits = limits.view(-1, pattern.block_shape[0], limits.shape[1])[of_rows, :, of_columns]
+    return kept_blocks(rounded, pattern), limits
 
 
 def _largest_first(blocks: Tensor, sizes: Tensor) -> Tensor:
@@ -342,10 +282,9 @@ def _largest_first(blocks: Tensor, sizes: Tensor) -> Tensor:
 def _best_of(
     group: Tensor, limits: Tensor, root: Tensor, storage: QuantizedStorage
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round the rows of a block [n, bk] by each of some limits [tried, n]; keep for each what costs least.
+    """Round the rows of a block [n, bk] by each of some limits [tried, n], and keep what costs least.
 
-    Returns rounded rows float32 [n, bk], (w - ŵ) R_jj [n, bk] of each column as it was when it was rounded,
-    and limits [n]. ``root`` is R of these columns [bk, bk].
+    Returns rows float32 [n, bk], (w - ŵ) R_jj [n, bk] of each column, and limits [n]. ``root`` is R [bk, bk].
     """
     tried, (n, bk) = len(limits), group.shape
     left, each = group.T.repeat(1, tried), limits.flatten()  # columns lie in one piece so
@@ -360,20 +299,9 @@ def _best_of(
     return stored[:, places].T, errors[:, places].T, each[places]
 
 
-def _errors(weight: Tensor, blocks: Tensor, pattern: BlockPattern, second: Tensor) -> Tensor:
-    """Return ‖X (w - ŵ)‖² / tokens [out_features] of a weight's rows."""
-    return _output(weight - with_blocks(blocks, pattern), second)
-
-
 def _output(weight: Tensor, second: Tensor) -> Tensor:
     weight = weight.double()
     return ((weight @ second) * weight).sum(1).clamp(min=0)
-
-
-def _of_blocks(of_rows: Tensor, pattern: BlockPattern) -> Tensor:
-    """Return [nnz, bn] of numbers [out_features, block columns]."""
-    rows, columns = (places.to(of_rows.device) for places in pattern.block_indices())
-    return of_rows.view(-1, pattern.block_shape[0], of_rows.shape[1])[rows, :, columns]
 
 
 def _over(error: float, size: float) -> float:

@@ -1,10 +1,9 @@
-"""The plan for layers with 8-bit activations: smoothed inputs and clipped weights."""
+"""Layers with 8-bit activations: smoothed inputs and clipped weights."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d, is_stored_ot
 from ..nn.weight import is_sharded
 from ..storage.formats import QuantizedStorage, storage_of
 from ..storage.quantize import clip_limits
-from .plan import Plan, Task, inverse_norms
+from .plan import Task, inverse_norms
 
 _PARTS = (1, 2, 3)  # a producer's rows count as a whole, in halves and in thirds, as of fused layers
 _BASES = {torch.float16: 4}  # of digits, whose number bounds the powers of two; 16 for other dtypes
@@ -29,15 +28,10 @@ _DIFFERENCE = 4  # of outputs that count as equal, relative, over the rounding u
 class ScaleGroup:
     """Layers with the same input, and where its features come from.
 
-    Attributes:
-        layers: names of the linear layers with this input, in the order in which they run.
-        producer: the name of the module whose rows are the features, or None.
-        start: the first of these rows.
-        source: [in_features] of integers on the CPU: which row, counted from start, a feature comes from; -1
-            where the feature is always 0. None without a producer.
-        reason: why there is no producer, or None.
-        columns: [in_features] factors of the columns of all weights, powers of two; the producer's rows have
-            their inverse. None where nothing is scaled.
+    ``source`` [in_features] on the CPU is the row of the producer, counted from ``start``, that a feature
+    comes from; -1 where it is always 0. ``columns`` [in_features] are factors of the columns of all weights,
+    powers of two, by whose inverse the producer's rows are multiplied; None where nothing is scaled, for a
+    ``reason`` if there is no producer.
     """
 
     layers: tuple[str, ...]
@@ -49,10 +43,7 @@ class ScaleGroup:
 
 
 class GroupFinder:
-    """Search for the scale groups of the unit at hand of a calibration, which runs on the first batch.
-
-    ``layers`` are names of the linear layers and norms in it; ``against`` says why some cannot be scaled.
-    """
+    """Search for the scale groups of the unit at hand, by running it on the first batch."""
 
     def __init__(
         self,
@@ -85,31 +76,21 @@ class GroupFinder:
         for name in layers:
             if name in self._against:
                 return ScaleGroup(layers, reason=f"{name}: {self._against[name]}")
-        seen: list[str] = []
-        refused: list[str] = []
-        for producer, start, stop in self._candidates(layers[0]):
-            if producer in self._against:
-                refused.append(producer)
-                continue
-            source = self._source(producer, start, stop, layers[0])
-            if source is None:
-                continue
-            group = ScaleGroup(layers, producer, start, source)
-            if self._keeps_output(group):
-                return group
-            seen.append(producer)
         reason = "no module before it can take its scales"
-        if seen:
-            reason = f"something else reads what {seen[0]} gives"
-        elif refused:
-            reason += f"; {refused[0]} cannot: {self._against[refused[0]]}"
+        for producer, start, stop in self._candidates(layers[0]):
+            source = self._source(producer, start, stop, layers[0])
+            if source is not None:
+                group = ScaleGroup(layers, producer, start, source)
+                if self._keeps_output(group):
+                    return group
+                reason = f"something else reads what {producer} gives"
         return ScaleGroup(layers, reason=reason)
 
     def _candidates(self, layer: str) -> Iterator[tuple[str, int, int]]:
         """Yield modules that run before a layer, the last one first, and which of their rows may count."""
         features = sizes_of(self._model.get_submodule(layer))[1]
         before = list(self._inputs)[: list(self._inputs).index(layer)]
-        for name in reversed(before):
+        for name in (name for name in reversed(before) if name not in self._against):
             module = self._model.get_submodule(name)
             rows = sizes_of(module)[0]
             for parts in _PARTS if is_linear(module) else _PARTS[:1]:
@@ -172,118 +153,95 @@ def _norms(x: Tensor) -> Tensor:
 _LIMITS = {2: 3e-2, 4: 1e-4, 8: 1e-6}  # by bytes of a number
 
 
-class SmoothPlan(Plan):
-    """Scales and limits for layers with 8-bit activations."""
-
-    @torch.no_grad()
-    def __init__(self, task: Task) -> None:
-        """Find the scales and limits of all layers."""
-        super().__init__(task)
-        modules = task.model.named_modules()
-        names = [name for name, module in modules if is_linear(module) or is_norm(module)]
-        self._calibrated = partial(task.calibration, names)
-        self._against = _reasons_against_scaling(task, names)
-        self._refused: dict[tuple[str, ...], ScaleGroup] = {}  # by their layers
-        self._make_all()
-        while harmful := self._harmful(self._scaled):
-            for group, reason in harmful:
-                self._refused[group.layers] = ScaleGroup(group.layers, reason=reason)
-            self._make_all()
-        self._rows, self._columns = factors_of(task.model, self._scaled)
-        del self._calibration  # whose data take memory
-
-    def _make_all(self) -> None:
-        self._calibration = self._calibrated()
-        self.stack = self._calibration.stack
-        self._limits: dict[str, Tensor] = {}
-        self._scaled: list[ScaleGroup] = []
-        self.layers.clear()
-        for layers in self._calibration.units():
-            if not self._task.configs.keys().isdisjoint(layers):
-                self._make(layers)
-        missing = [name for name in self._task.configs if name not in self._limits]
-        if missing:
-            raise InvalidArgumentError(f"batches must run layer {missing[0]!r}, or layers must leave it out")
-
-    def _make(self, layers: Sequence[str]) -> None:
-        finder = GroupFinder(self._task.model, self._calibration, layers, self._against)
-        found = finder.groups(self._task.configs)
-        groups = [self._refused.get(group.layers, group) for group in found]
-        samples = {group.layers[0]: Samples(self._task.device) for group in groups}
-        self._calibration.visit(
-            list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep)
-        )
-        for group in groups:
-            own = samples[group.layers[0]]
-            check_inputs(group.layers[0], own.tokens, own.not_finite())
-            self._solve(group, own)
-
-    def _solve(self, group: ScaleGroup, samples: Samples) -> None:
-        storages = {name: self._task.storage(name) for name in self._task.configs if name in group.layers}
-        weights = {name: self._task.weight(name) for name in group.layers if name in storages}
-        found = Search(samples, weights, storages).best(group.source)
-        if found.columns is not None:
-            self._scaled.append(replace(group, columns=found.columns))
-        self._limits |= found.limits
-        for name, weight in weights.items():
-            scaled = weight if found.columns is None else weight * found.columns
-            clipped = found.limits[name] < scaled.abs().amax(-1)
-            self._note(
-                name,
-                found.before[name],
-                found.after[name],
-                samples.tokens,
-                clipped=float(clipped.float().mean()),
-                smoothed_by=None if found.columns is None else group.producer,
-                alpha=found.alpha,
-                reason=group.reason,
+def smooth(task: Task, names: Container[str], fixed: Container[str]) -> None:
+    """Store layers with the best scales and limits; nothing scales the weights of those in ``fixed``."""
+    modules = [name for name, one in task.model.named_modules() if is_linear(one) or is_norm(one)]
+    owners = owners_of_parameters(names_of_modules(task.model))
+    reasons = {name: _reason_against(task.layer(name), owners) for name in modules}
+    reasons |= {name: "its weight alone is quantized" for name in modules if name in fixed}
+    against = {name: reason for name, reason in reasons.items() if reason is not None}
+    refused: dict[tuple[str, ...], ScaleGroup] = {}  # by their layers
+    while True:
+        calibration = task.calibration(modules)
+        solved: list[tuple[ScaleGroup, Samples, Found]] = []
+        for layers in calibration.units():
+            if any(name in names for name in layers):
+                solved += _solved(task, names, calibration, layers, against, refused)
+        scaled = [group for group, _, _ in solved if group.columns is not None]
+        harmful = _harmful(task.model, calibration, scaled)
+        if not harmful:
+            break
+        refused |= {group.layers: ScaleGroup(group.layers, reason=reason) for group, reason in harmful}
+    del calibration  # whose data take memory
+    rows, columns = factors_of(task.model, scaled)
+    for group, samples, found in solved:
+        for name, limits in found.limits.items():
+            parameters = scaled_parameters(task.layer(name), rows.get(name), columns.get(name))
+            if name in rows:
+                limits = limits * rows[name].to(limits.device)
+            task.store(name, parameters, limits=limits)
+            task.layers.append(
+                task.note(
+                    name,
+                    found.before[name],
+                    found.after[name],
+                    samples.tokens,
+                    smoothed_by=None if group.columns is None else group.producer,
+                    reason=group.reason,
+                )
             )
+    for name in {*rows, *columns} - task.stored.keys():
+        task.scaled |= scaled_in(task.model, {name: rows.get(name)}, {name: columns.get(name)})
 
-    def _harmful(self, groups: Sequence[ScaleGroup]) -> list[tuple[ScaleGroup, str]]:
-        """Return the groups whose scales change what the whole model gives for any batch, and why.
 
-        A group was found in one block on one batch: something outside of the block, or a branch that other
-        batches take, may read its input, too.
-        """
-        if not groups or self._keeps_outputs(groups):
-            return []
-        if not self._keeps_outputs([]):
-            reason = "the model's outputs cannot be compared: two runs give different tensors, or none"
-            return [(group, reason) for group in groups]
-        return [
-            (group, f"the model's outputs change where {group.producer} takes its scales")
-            for group in self._harmful_of(groups)
-        ]
+def _solved(
+    task: Task,
+    names: Container[str],
+    calibration: Calibration,
+    layers: Sequence[str],
+    against: Mapping[str, str],
+    refused: Mapping[tuple[str, ...], ScaleGroup],
+) -> Iterator[tuple[ScaleGroup, Samples, Found]]:
+    """Yield the groups of the unit at hand, what is known of their inputs, and what is best for them."""
+    finder = GroupFinder(task.model, calibration, layers, against)
+    groups = [refused.get(group.layers, group) for group in finder.groups(names)]
+    samples = {group.layers[0]: Samples(task.device) for group in groups}
+    calibration.visit(list(samples), lambda name, x, number, keep: samples[name].add(x, number, keep))
+    for group in groups:
+        own = samples[group.layers[0]]
+        check_inputs(group.layers[0], own.tokens, own.not_finite())
+        weights = {name: task.weight(name) for name in group.layers if name in names}
+        storages = {name: task.storage(name) for name in weights}
+        found = Search(own, weights, storages).best(group.source)
+        yield replace(group, columns=found.columns), own, found
+    missing = [name for name in layers if name in names and all(name not in one.layers for one in groups)]
+    if missing:
+        raise InvalidArgumentError(f"batches must run layer {missing[0]!r}, or layers must leave it out")
 
-    def _harmful_of(self, groups: Sequence[ScaleGroup]) -> list[ScaleGroup]:
-        """Return those of some groups, which change outputs together, that do so alone, or else all."""
-        half = len(groups) // 2
-        halves = [part for part in (groups[:half], groups[half:]) if part]
-        changing = [part for part in halves if len(groups) > 1 and not self._keeps_outputs(part)]
-        return [group for part in changing for group in self._harmful_of(part)] or list(groups)
 
-    def _keeps_outputs(self, groups: Sequence[ScaleGroup]) -> bool:
-        """Return True if the model gives the same for all batches where these groups are scaled."""
-        parameters = scaled_in(self._task.model, *factors_of(self._task.model, groups))
-        outputs = zip(self._calibration.outputs(parameters), self._calibration.outputs({}), strict=True)
+def _harmful(
+    model: nn.Module, calibration: Calibration, groups: Sequence[ScaleGroup]
+) -> list[tuple[ScaleGroup, str]]:
+    """Return the groups whose scales change what the whole model gives for any batch, and why.
+
+    Something outside of a group's block, or a branch that other batches take, may read its input, too.
+    """
+
+    def keeps_outputs(groups: Sequence[ScaleGroup]) -> bool:
+        parameters = scaled_in(model, *factors_of(model, groups))
+        outputs = zip(calibration.outputs(parameters), calibration.outputs({}), strict=True)
         found = (differences(output, expected) for output, expected in outputs)
         return all(each <= _LIMITS[dtype.itemsize] for of_batch in found for dtype, each in of_batch)
 
-    def scaled(self) -> dict[str, Tensor]:
-        """Return the scaled parameters of norms and of layers that are not quantized."""
-        rows, columns = (
-            {name: own for name, own in factors.items() if name not in self._task.configs}
-            for factors in (self._rows, self._columns)
-        )
-        return scaled_in(self._task.model, rows, columns)
-
-    def _stored(self, name: str) -> BlockSparseLinear:
-        rows, columns, limits = self._rows.get(name), self._columns.get(name), self._limits[name]
-        return self._copy(
-            name,
-            scaled_parameters(self._task.layer(name), rows, columns),
-            limits=limits if rows is None else limits * rows.to(limits.device),
-        )
+    if not groups or keeps_outputs(groups):
+        return []
+    if not keeps_outputs([]):
+        reason = "the model's outputs cannot be compared: two runs give different tensors, or none"
+        return [(group, reason) for group in groups]
+    harmful = [group for group in groups if not keeps_outputs([group])] or groups
+    return [
+        (group, f"the model's outputs change where {group.producer} takes its scales") for group in harmful
+    ]
 
 
 ALPHAS = tuple(step / 10 for step in range(10))  # 0 to 0.9
@@ -291,12 +249,8 @@ _SPAN = 16  # exponents of factors are within this of the largest
 
 
 class Found(NamedTuple):
-    """The best that was found for the layers of a group that are to be quantized, by their names.
+    """The best for the layers of a group, by their names; errors are as of `QuantizedLayer`."""
 
-    Errors are those of `QuantizedLayer`, before and after scaling and clipping.
-    """
-
-    alpha: float | None  # strength of the migration
     columns: Tensor | None  # as of `ScaleGroup`
     limits: dict[str, Tensor]  # where weights are clipped, [out_features]
     before: dict[str, float]
@@ -304,10 +258,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """Search for the scales of one input, by the error of layers in 8 bits on some of its tokens.
-
-    ``weights`` are W [out_features, in_features] in float32 of the layers that are to be quantized, by name.
-    """
+    """Search for the scales of one input, by the error of layers in 8 bits on some of its tokens."""
 
     def __init__(
         self, samples: Samples, weights: Mapping[str, Tensor], storages: Mapping[str, QuantizedStorage]
@@ -322,15 +273,15 @@ class Search:
     def best(self, source: Tensor | None) -> Found:
         """Return the best of all strengths, and then of all clippings; without a source nothing is scaled."""
         before = self._errors(None)
-        alpha, columns, least = None, None, sum(before.values())
+        columns, least = None, sum(before.values())
         if source is not None:
             for candidate in ALPHAS:
                 factors = self.factors(candidate, source)
                 error = sum(self._errors(factors).values())
                 if error < least:
-                    alpha, columns, least = candidate, factors, error
+                    columns, least = factors, error
         limits = {name: self._limits(name, columns) for name in self._weights}
-        return Found(alpha, columns, limits, before, self._errors(columns, limits))
+        return Found(columns, limits, before, self._errors(columns, limits))
 
     def factors(self, alpha: float, source: Tensor) -> Tensor:
         """Return factors of the weights' columns by which activations and weights share their range.
@@ -498,7 +449,7 @@ def factors_of(model: nn.Module, groups: Sequence[ScaleGroup]) -> tuple[dict[str
 
 
 def scaled_in(
-    model: nn.Module, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+    model: nn.Module, rows: Mapping[str, Tensor | None], columns: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
     """Return parameters as `scaled_parameters` does, by their names in the model; factors are by modules."""
     return {
@@ -508,14 +459,6 @@ def scaled_in(
             model.get_submodule(name), rows.get(name), columns.get(name)
         ).items()
     }
-
-
-def _reasons_against_scaling(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """Say of layers and norms why their parameters cannot be multiplied; those that can be are left out."""
-    owners = owners_of_parameters(names_of_modules(task.model))
-    reasons = {name: _reason_against(task.layer(name), owners) for name in names}
-    reasons |= {name: "its weight alone is quantized" for name in names if name in task.fixed}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _reason_against(module: Any, owners: Mapping[nn.Parameter, Sequence[nn.Module]]) -> str | None:

@@ -1,7 +1,4 @@
-"""Recovery of pruned models: submodules fitted to those of the dense model, then distillation from it.
-
-`tilesparse.recover.trainer`, which needs Transformers, has the same for its Trainer.
-"""
+"""Recovery of pruned models: submodules fitted to those of the dense model, then distillation from it."""
 
 from .distillation import DistillationLoss
 

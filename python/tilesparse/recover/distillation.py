@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from ..calibrate.stream import (
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear, evaluating
 
-SIMILARITY_TEMPERATURE = 0.05
 AT_ONCE = 1 << 27  # logits that are compared at once: 512 MiB in float32, and some copies
 
 
@@ -55,10 +53,6 @@ class DistillationLoss:
         embeddings: weight of 1 - cosine of ``embeddings`` [batch, features], averaged over the batch. Where
             there are none, the mean of ``last_hidden_state`` over the tokens of each text is taken.
         temperature: T, of the logits.
-        similarities: weight of KL(teacher ‖ student) of which texts of the batch a text is like: the softmax
-            of the cosines of its embedding to those of the others at the temperature 0.05, averaged over the
-            texts (as in Fang et al., "SEED: Self-supervised Distillation for Visual Representation", 2021).
-            A batch of one text adds nothing.
     """
 
     task: float = 0.0
@@ -66,14 +60,13 @@ class DistillationLoss:
     hidden_states: float = 0.0
     embeddings: float = 0.0
     temperature: float = 1.0
-    similarities: float = 0.0
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
             checked_number(one.name, getattr(self, one.name), above_zero=one.name == "temperature")
         if not self._weights():
             raise InvalidArgumentError(
-                "at least one of task, logits, hidden_states, embeddings and similarities must be above 0"
+                "at least one of task, logits, hidden_states and embeddings must be above 0"
             )
 
     def __call__(self, student: Any, teacher: Any, attention_mask: Tensor | None = None) -> Tensor:
@@ -96,12 +89,13 @@ class DistillationLoss:
                 terms[name] = self._logits(student, teacher, attention_mask)
             elif name == "hidden_states":
                 terms[name] = _hidden_states(student, teacher, attention_mask)
-            elif name == "embeddings":
-                both = _embeddings(student, teacher, attention_mask)
-                terms[name] = (1 - F.cosine_similarity(*both, dim=-1)).mean()
             else:
-                log_ours, log_theirs = map(_shares, _embeddings(student, teacher, attention_mask))
-                terms[name] = _divergence(log_ours, log_theirs) / len(log_ours)
+                both = (
+                    _pooled(student, "student", attention_mask),
+                    _pooled(teacher, "teacher", attention_mask),
+                )
+                _check("embeddings", *both)
+                terms[name] = (1 - F.cosine_similarity(*_alike(*both), dim=-1)).mean()
         return terms
 
     def total(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -118,77 +112,40 @@ class DistillationLoss:
 
     def _logits(self, student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
         ours, theirs = _output(student, "logits"), _output(teacher, "logits", "teacher")
-        _check_shapes("logits", ours, theirs)
-        _check_mask("logits", ours, mask)
+        _check("logits", ours, theirs, mask)
 
         def compare(ours: Tensor, theirs: Tensor, mask: Tensor | None) -> Tensor:
-            return _divergence(*_logarithms(ours, theirs, mask, self.temperature))
+            both = _alike(ours, theirs, mask)
+            log_ours, log_theirs = (F.log_softmax(one / self.temperature, -1) for one in both)
+            return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
 
         if ours.numel() <= AT_ONCE or torch.compiler.is_compiling():  # which fuses what takes memory
             divergence = compare(ours, theirs, mask)
         else:
             options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-            parts = _parts(ours, theirs, mask)
+            texts = max(1, AT_ONCE * len(ours) // ours.numel())
+            masks = [None] * len(ours) if mask is None else torch.split(mask, texts)
+            parts = zip(torch.split(ours, texts), torch.split(theirs, texts), masks, strict=False)
             divergence = torch.stack([checkpoint(compare, *part, **options) for part in parts]).sum()
         return torch.mul(divergence / _count(ours, mask), self.temperature**2)
 
 
-def _logarithms(
-    ours: Tensor, theirs: Tensor, mask: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of both models' softmax, which are the same for tokens that do not count."""
-    both = (_without_padding(one, mask) for one in _alike(ours, theirs))
-    log_ours, log_theirs = (F.log_softmax(one / temperature, -1) for one in both)
-    return log_ours, log_theirs
-
-
-def _divergence(log_ours: Tensor, log_theirs: Tensor) -> Tensor:
-    """Return KL(teacher ‖ student), added up over tokens or samples."""
-    return F.kl_div(log_ours, log_theirs, reduction="sum", log_target=True)
-
-
-def _parts(ours: Any, theirs: Any, mask: Any) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yield as many texts at a time as are compared at once, at least one."""
-    texts = max(1, AT_ONCE * len(ours) // ours.numel())
-    parts = ours.split(texts), theirs.split(texts)
-    masks = [None] * len(parts[0]) if mask is None else mask.split(texts)
-    yield from zip(*parts, masks, strict=True)
-
-
 def _hidden_states(student: Any, teacher: Any, mask: Tensor | None) -> Tensor:
     ours, theirs = _output(student, "hidden_states"), _output(teacher, "hidden_states", "teacher")
-    for whose, states in (("student", ours), ("teacher", theirs)):
-        if not isinstance(states, tuple | list) or not states:
-            raise InvalidArgumentError(
-                f"{whose} must give a tuple or list of hidden_states, got {type(states).__name__}"
-                + (" without any" if isinstance(states, tuple | list) else "")
-            )
+    if not (isinstance(ours, tuple | list) and isinstance(theirs, tuple | list) and ours):
+        raise InvalidArgumentError("student and teacher must each give a tuple or list of hidden_states")
     if len(ours) != len(theirs):
         raise InvalidArgumentError(
             f"teacher must give {len(ours)} hidden_states, as the student does, got {len(theirs)}"
         )
     errors = []
     for index, both in enumerate(zip(ours, theirs, strict=True)):
-        name = f"hidden_states[{index}]"
-        both = _pair(name, *both)
-        _check_mask(name, both[0], mask)
-        one, other = (_without_padding(states, mask) for states in both)
+        _check(f"hidden_states[{index}]", *both, mask)
+        one, other = _alike(*both, mask)
         errors.append(
             (one - other).square().sum() / other.square().sum().clamp_min(torch.finfo(other.dtype).tiny)
         )
     return torch.stack(errors).mean()
-
-
-def _embeddings(student: Any, teacher: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return one vector for each text of both models, [batch, features]."""
-    return _pair("embeddings", _pooled(student, "student", mask), _pooled(teacher, "teacher", mask))
-
-
-def _shares(embeddings: Tensor) -> Tensor:
-    """Return logarithms of how much each text is like each of the others, [texts, texts - 1]."""
-    unit, count = F.normalize(embeddings, dim=-1), len(embeddings)
-    cosines = (unit @ unit.t()).flatten()[1:].view(count - 1, count + 1)  # the diagonal is the last column
-    return F.log_softmax(cosines[:, :-1].reshape(count, count - 1) / SIMILARITY_TEMPERATURE, -1)
 
 
 def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
@@ -200,38 +157,29 @@ def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
     tokens = tokens.to(_precision(tokens))
     if mask is None:
         return tokens.mean(1)
-    _check_mask("last_hidden_state", tokens, mask)
     counts = mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
     return _without_padding(tokens, mask).sum(1) / counts
 
 
-def _check_shapes(name: str, student: Any, teacher: Any) -> None:
-    if student.shape != teacher.shape:
-        what = "classes" if name == "logits" and student.shape[:-1] == teacher.shape[:-1] else "shape"
-        sizes = [tuple(one.shape) if what == "shape" else one.shape[-1] for one in (student, teacher)]
+def _check(name: str, student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> None:
+    shape = student.shape
+    if shape != teacher.shape:
         raise InvalidArgumentError(
-            f"teacher must give {name} with the student's {what}, {sizes[0]}, got {sizes[1]}"
+            f"teacher must give {name} of the student's shape {tuple(shape)}, got {tuple(teacher.shape)}"
         )
-
-
-def _pair(name: str, student: Any, teacher: Any) -> tuple[Tensor, Tensor]:
-    """Return both in one dtype on one device, the teacher's without gradient; their shapes are equal."""
-    _check_shapes(name, student, teacher)
-    return _alike(student, teacher)
-
-
-def _alike(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = _precision(student)
-    return student.to(dtype), teacher.detach().to(student.device).to(dtype)
-
-
-def _check_mask(name: str, student: Tensor, mask: Tensor | None) -> None:
     dims = 1 if _is_of_texts(student) else 2
-    if mask is not None and student.shape[:dims] != mask.shape[:dims]:
+    if mask is not None and shape[:dims] != mask.shape[:dims]:
+        given = tuple(mask.shape)
         raise InvalidArgumentError(
-            f"attention_mask must be [batch, tokens] of {name} of shape {tuple(student.shape)}, "
-            f"got {tuple(mask.shape)}"
+            f"attention_mask must be [batch, tokens] of {name} {tuple(shape)}, got {given}"
         )
+
+
+def _alike(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return both in one dtype on one device, without padding, the teacher's without gradient."""
+    dtype = _precision(student)
+    teacher = teacher.detach().to(student.device).to(dtype)
+    return _without_padding(student.to(dtype), mask), _without_padding(teacher, mask)
 
 
 def _is_of_texts(tensor: Tensor) -> bool:
@@ -249,11 +197,7 @@ def _count(student: Tensor, mask: Tensor | None) -> Tensor | int:
 
 
 def _without_padding(outputs: Tensor, mask: Tensor | None) -> Tensor:
-    """Return outputs of a model with zeros for tokens that do not count.
-
-    Zeros are written before anything is computed, so that what a model gives for padding, which may be NaN,
-    reaches neither the loss nor a gradient.
-    """
+    """Return outputs with zeros for tokens that do not count: NaN there reaches neither loss nor gradient."""
     if mask is None or _is_of_texts(outputs):
         return outputs
     left_out = mask.to(outputs.device).eq(0)
@@ -265,10 +209,7 @@ def _output(outputs: Any, name: str, whose: str = "student") -> Any:
     if found is None and name == "logits" and isinstance(outputs, Tensor):
         return outputs
     if found is None:
-        keys = f" with {sorted(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
-        raise InvalidArgumentError(
-            f"{whose} must give outputs with {name!r}, got {type(outputs).__name__}{keys}"
-        )
+        raise InvalidArgumentError(f"{whose} must give outputs with {name!r}, got {type(outputs).__name__}")
     return found
 
 
@@ -294,15 +235,15 @@ class DistillationHistory:
         replayed: how many steps were replays of a CUDA graph.
     """
 
-    loss: list[float] = field(default_factory=list)
-    terms: dict[str, list[float]] = field(default_factory=dict)
-    gradient_norm: list[float] = field(default_factory=list)
-    replayed: int = 0
+    loss: list[float]
+    terms: dict[str, list[float]]
+    gradient_norm: list[float]
+    replayed: int
 
 
 def distill_(
     model: nn.Module,
-    teacher: nn.Module | Callable[[Any], Any],
+    teacher: nn.Module,
     batches: Iterable[Any],
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -310,8 +251,6 @@ def distill_(
     loss: DistillationLoss | None = None,
     forward: Forward | None = None,
     scheduler: Any = None,
-    schedule: Any = None,
-    steps: int | None = None,
     accumulate: int = 1,
     clip: float | None = None,
     autocast: torch.dtype | None = None,
@@ -322,14 +261,14 @@ def distill_(
 
     The model stays in the mode it is in; the teacher is run in evaluation mode without gradients, on its own
     device. A GPU is not waited for until the end, so that nothing stops where the loss becomes NaN; see
-    ``callback``. Patterns and masks of 2:4 stay fixed unless a schedule moves them.
+    ``callback``. Patterns stay fixed unless it steps a schedule of them.
 
-    To go on after an interruption, save ``state_dict()`` of model, optimizer, scheduler and schedule in a
+    To go on after an interruption, save ``state_dict()`` of model, optimizer and scheduler in a
     ``callback``, load them, and call this again with the batches that are left: there is no other state.
 
     Args:
         model: the student.
-        teacher: the dense model; or a function of a batch that gives its outputs, as from a cache.
+        teacher: the dense model.
         batches: as of `prune_`; model and teacher each get a copy on their device. ``attention_mask`` says
             which tokens count; of an encoder-decoder ``decoder_attention_mask`` does, or ``labels`` other
             than -100. Both models compute their own loss where there are ``labels``.
@@ -339,9 +278,7 @@ def distill_(
         loss: what is to become small; None is the divergence of the logits, ``DistillationLoss(logits=1.0)``.
         forward: ``forward(model_or_teacher, batch)`` gives the outputs; None calls the module, with
             ``output_hidden_states=True`` where the loss needs them.
-        scheduler: a scheduler of the learning rate, or several, each stepped once per step of the optimizer.
-        schedule: of patterns: its ``step()`` is called after each step of the optimizer.
-        steps: stop after so many steps of the optimizer; None takes all batches.
+        scheduler: of the learning rate, stepped after each step of the optimizer.
         accumulate: batches per step, whose gradients are averaged. The last step takes what is left.
         clip: largest norm of all gradients together; None leaves them.
         autocast: torch.bfloat16 to run the model in mixed precision; None does not.
@@ -350,8 +287,7 @@ def distill_(
             device: reading one waits for it.
 
     Raises:
-        UnsupportedError: ``autocast`` is torch.float16, which needs scaled gradients; with ``graph``, there
-            is a ``schedule`` or the optimizer has hooks, which a graph would not call again.
+        UnsupportedError: with ``graph`` the optimizer has hooks, which a graph would not call again.
     """
     if (optimizer is None) == (lr is None):
         raise InvalidArgumentError(
@@ -365,14 +301,11 @@ def distill_(
             raise InvalidArgumentError("model must have parameters that require gradients")
         optimizer = torch.optim.AdamW(trained, rate, weight_decay=0.0, capturable=graph)
     loss = DistillationLoss(logits=1.0) if loss is None else loss
-    _check_models(model, teacher, optimizer)
+    check_distinct(model, teacher)
+    _check_optimizer(model, optimizer)
     accumulate = checked_count("accumulate", accumulate)
-    steps = None if steps is None else checked_count("steps", steps)
     clip = None if clip is None else checked_number("clip", clip, above_zero=True)
     check_batches(batches)
-    schedulers = _schedulers(scheduler)
-    if schedule is not None and not callable(getattr(schedule, "step", None)):
-        raise InvalidArgumentError(f"schedule must have step(), got {type(schedule).__name__}")
     check_autocast(autocast)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -380,13 +313,9 @@ def distill_(
     def terms_of(batch: Any) -> dict[str, Tensor]:
         # Copies for both models: either may write to its input.
         own, mask = moved(checked_batch(batch), device_of(model), copy=True), mask_of_outputs(model, batch)
-        if isinstance(teacher, nn.Module):
-            device = device_of(teacher)
-            with torch.no_grad(), autocasting(device, autocast):
-                targets = outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
-        else:
-            with torch.no_grad():
-                targets = teacher(batch)
+        device = device_of(teacher)
+        with torch.no_grad(), autocasting(device, autocast):
+            targets = outputs_of(teacher, moved(batch, device, copy=True), loss, forward)
         with autocasting(device_of(model), autocast):
             outputs = outputs_of(model, own, loss, forward)
         return loss.terms(outputs, targets, mask)
@@ -403,24 +332,25 @@ def distill_(
         if clip is not None:
             sums["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
-        if schedule is not None:
-            schedule.step()
         optimizer.zero_grad()
         return sums
 
     graphed = None
     if graph:
-        graphed = _GraphedStep(update, _checked_device(model, teacher, optimizer, schedulers, schedule))
+        graphed = _GraphedStep(update, _checked_device(model, teacher, optimizer, scheduler))
     seen: list[dict[str, Tensor]] = []
-    with evaluating(teacher) if isinstance(teacher, nn.Module) else contextlib.nullcontext():
+    with evaluating(teacher):
         optimizer.zero_grad()
-        for step, group in enumerate(islice(_groups(batches, accumulate), steps), 1):
+        remaining = iter(batches)
+        while group := list(islice(remaining, accumulate)):
             terms = (graphed or update)(group)
-            for one in schedulers:
-                one.step()
+            if scheduler is not None:
+                scheduler.step()
             seen.append(terms)
             if callback is not None:
-                callback(step, terms)
+                callback(len(seen), terms)
+    if not seen:
+        raise InvalidArgumentError("batches must have at least one batch, got none")
     # One copy to the host for each name: it waits no more often.
     values = {name: torch.stack([terms[name].double() for terms in seen]).tolist() for name in seen[0]}
     total, norms = values.pop("loss"), values.pop("gradient_norm", [])
@@ -442,49 +372,19 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autoca
 
 def check_autocast(dtype: object) -> None:
     """Raise unless the dtype is bfloat16 or None: float16 needs scaled gradients."""
-    if dtype == torch.float16:
-        raise UnsupportedError(
-            "autocast must be torch.bfloat16, got torch.float16, whose gradients must be scaled; "
-            "tilesparse.recover.trainer.DistillationTrainer does that"
-        )
     if dtype not in (None, torch.bfloat16):
         raise InvalidArgumentError(f"autocast must be torch.bfloat16 or None, got {dtype!r}")
 
 
-def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Return lists of so many batches, and at last what is left."""
-    remaining = iter(batches)
-    first = list(islice(remaining, size))
-    if not first:
-        raise InvalidArgumentError("batches must have at least one batch, got none")
-    return chain([first], iter(lambda: list(islice(remaining, size)), []))
-
-
-def _check_models(model: nn.Module, teacher: object, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(teacher, nn.Module):
-        check_distinct(model, teacher)
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, module in model.named_modules():
-        if not isinstance(module, BlockSparseLinear) or not module.weight.requires_grad:
-            continue
-        if id(module.weight) not in known:
+        trained = isinstance(module, BlockSparseLinear) and module.weight.requires_grad
+        if trained and id(module.weight) not in known:
             raise InvalidArgumentError(
                 f"optimizer: the weight of layer {name!r} is not among its parameters; make it after the "
                 "model was pruned, or call requires_grad_(False) on what is to stay as it is"
             )
-    if not any(id(parameter) in known for parameter in model.parameters() if parameter.requires_grad):
-        raise InvalidArgumentError("optimizer must have parameters of the model, it has none")
-
-
-def _schedulers(scheduler: Any) -> Sequence[Any]:
-    several = scheduler if isinstance(scheduler, list | tuple) else [] if scheduler is None else [scheduler]
-    for one in several:
-        plateau = isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if plateau or not callable(getattr(one, "step", None)):
-            raise InvalidArgumentError(
-                f"scheduler must have a step() without arguments, or several must, got {type(one).__name__}"
-            )
-    return several
 
 
 WARM_UP = 3  # steps before a capture: they make plans and the optimizer's states, and compile
@@ -543,37 +443,21 @@ def _form(value: Any) -> Any:
 
 
 def _checked_device(
-    model: nn.Module,
-    teacher: object,
-    optimizer: torch.optim.Optimizer,
-    schedulers: Sequence[Any],
-    schedule: Any,
+    model: nn.Module, teacher: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> torch.device:
     """Return the device of a step that can be captured; raise for one that cannot."""
     device = device_of(model)
-    if device.type != "cuda":
-        raise InvalidArgumentError(f"model must be on a CUDA device where graph is True, got {device}")
-    if not isinstance(teacher, nn.Module) or device_of(teacher) != device:
-        what = f"one on {device_of(teacher)}" if isinstance(teacher, nn.Module) else shown(teacher)
-        raise InvalidArgumentError(
-            f"teacher must be a torch.nn.Module on {device} where graph is True, got {what}"
-        )
-    if schedule is not None:
-        raise UnsupportedError("schedule must be None where graph is True: a captured step moves no blocks")
+    if device.type != "cuda" or device_of(teacher) != device:
+        raise InvalidArgumentError("model and teacher must be on one CUDA device where graph is True")
     if has_step_hooks(optimizer):
         raise UnsupportedError(
             "optimizer must have no hooks where graph is True, as those of MaskSchedule are: a captured step "
             "repeats what they decided once"
         )
     for group in optimizer.param_groups:
-        if not group.get("capturable"):
+        if not group.get("capturable") or not (scheduler is None or isinstance(group["lr"], Tensor)):
             raise InvalidArgumentError(
-                "optimizer must have capturable=True in all groups where graph is True, "
-                f"as torch.optim.AdamW can, got {type(optimizer).__name__} without it"
-            )
-        if schedulers and not isinstance(group["lr"], Tensor):
-            raise InvalidArgumentError(
-                "optimizer must have a tensor as its lr where graph is True and a scheduler is given, "
-                f"got {shown(group['lr'])}, which a captured step never reads again"
+                "optimizer must have capturable=True where graph is True, and a tensor as its lr where a "
+                "scheduler is given"
             )
     return device

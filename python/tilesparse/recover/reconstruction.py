@@ -6,13 +6,13 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import Progress, check_module, checked_count, checked_number, listed, warn_user
+from .._checks import Progress, checked_count, checked_number, listed, warn_user
+from ..calibrate.calibration import Improvement, check_model
 from ..calibrate.stream import (
     Call,
     Stream,
@@ -35,7 +35,7 @@ from ..errors import InvalidArgumentError, UnsupportedError
 from ..model.match import SkippedLayer
 from ..model.report import Report
 from ..nn.linear import BlockSparseLinear, is_conv1d
-from .distillation import Forward, _alike, _without_padding, autocasting, check_autocast
+from .distillation import Forward, _alike, autocasting, check_autocast
 
 
 def reconstruct_(
@@ -43,7 +43,6 @@ def reconstruct_(
     teacher: nn.Module,
     batches: Iterable[Any],
     *,
-    submodules: Sequence[str] | None = None,
     epochs: int = 4,
     lr: float = 1e-3,
     forward: Forward | None = None,
@@ -54,23 +53,22 @@ def reconstruct_(
 
     Each is given what it gets in the model as reconstructed so far, and is to give what the dense submodule
     gives in the dense model: ‖y - t‖² is lowered by AdamW with a cosine schedule, on weights in float32 that
-    are rounded to the model's dtype in every step. Attention and feed-forward part are fitted apart, as
-    "Reconstruction of attention and MLP" (2510.14444) found better than whole blocks. The weights of the
-    epoch with the least error on the last eighth of the batches, which are not trained on, are kept if that
-    error is less than before. They are written in place, so optimizers may go on; patterns and masks stay.
+    are rounded to the model's dtype in every step. Submodules are the children of every block that have
+    block-sparse layers, or the block where it has no such child: attention and feed-forward part are fitted
+    apart, as "Reconstruction of attention and MLP" (2510.14444) found better. The weights of the epoch with
+    the least error on the last eighth of the batches, which are not trained on, are kept if that error is
+    less than before. They are written in place, so optimizers may go on; patterns and masks stay. A warning
+    names block-sparse layers that are not fitted.
 
-    Blocks are found as by `prune_`; of several stacks, as an encoder and a decoder, in the order in which
-    they run. Where they are no chain, or hold no more than half of the block-sparse layers, the whole model
-    is one block. One block of each model is on ``device`` at a time; inputs and outputs of one block for
-    all batches are kept where the models are. Several processes that hold one model each give all of them
-    the same batches.
+    Blocks are found as by `prune_`; of several stacks, in the order in which they run. Where they are no
+    chain, or hold no more than half of the block-sparse layers, the whole model is one block. One block of
+    each model is on ``device`` at a time. Several processes that hold one model each give all of them the
+    same batches.
 
     Args:
         model: the sparse one; in evaluation mode while this runs, and then as it was.
         teacher: the dense one, whose modules have the same names.
         batches: as of `distill_`; all are kept.
-        submodules: names; None takes the children of every block that have block-sparse layers, or the block
-            where it has no such child. A warning names other block-sparse layers.
         epochs: passes over the batches, for each submodule.
         lr: learning rate at first.
         forward: ``forward(model_or_teacher, batch)`` runs a model; None calls it as `distill_` does.
@@ -81,12 +79,12 @@ def reconstruct_(
         UnsupportedError: a block or a submodule runs more than once in a forward pass, or two submodules
             share a parameter. After any error or interruption the parameters are as they were.
     """
-    check_module(model)
+    check_model(model)
+    check_model(teacher)
     check_distinct(model, teacher)
     epochs = checked_count("epochs", epochs)
     lr = checked_number("lr", lr, above_zero=True)
     check_autocast(autocast)
-    generator = torch.Generator().manual_seed(0)  # of the order of batches
     home = chosen_device(model, device)
     check_batches(batches)
     batches = [checked_batch(batch) for batch in batches]
@@ -95,21 +93,14 @@ def reconstruct_(
             f"batches must be at least two, of which one is held out, got {len(batches)}"
         )
     count = len(batches) - math.ceil(len(batches) / 8)  # the others are held out
-    masks = [mask_of(batch) for batch in batches]
-    for kind, part in (("training", masks[:count]), ("held-out", masks[count:])):
-        if not any(mask is None or mask.any() for mask in part):
-            raise InvalidArgumentError(
-                f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
-            )
-    names, skipped = _chosen(model, teacher, submodules)
-    run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast, generator)
+    names, skipped = _chosen(model)
+    run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast)
     trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]
     with observing(model, teacher), _without_cache(model, teacher), restoring(trained):
-        pieces = run.pieces(names)
-        idle = [name for name in names if not any(name in piece.names for piece in pieces)]
-        if idle and (submodules is not None or not pieces):
-            raise InvalidArgumentError(f"submodules: {idle[0]!r} does not run in a forward pass")
-        blocks, fitted = run.reconstruct(pieces)
+        blocks, fitted = run.reconstruct(run.pieces(names))
+        if not fitted:
+            raise InvalidArgumentError(f"batches must run submodules of model, {names[0]!r} does not run")
+    idle = [name for name in names if all(name != one.name for one in fitted)]
     skipped += [_skipped(model, name, "does not run in a forward pass") for name in idle]
     reasons = {one.reason: [other.name for other in skipped if other.reason == one.reason] for one in skipped}
     if reasons:
@@ -120,11 +111,7 @@ def reconstruct_(
     return Report("reconstruct_", fitted, skipped, notes=notes, facts={"blocks": blocks})
 
 
-class _Piece(NamedTuple):
-    """Blocks that data go through one by one, and the submodules in them that are fitted."""
-
-    blocks: list[str]
-    names: list[str]
+_Piece: TypeAlias = tuple[list[str], list[str]]  # blocks that data go through, and submodules to fit in them
 
 
 class _Run(NamedTuple):
@@ -139,7 +126,6 @@ class _Run(NamedTuple):
     epochs: int
     lr: float
     autocast: torch.dtype | None
-    generator: torch.Generator
 
     def stream(self, model: nn.Module, blocks: Sequence[str], batches: Sequence[Any]) -> Stream:
         """Record how batches run through blocks, which must not get keys and values that each run changes."""
@@ -158,17 +144,12 @@ class _Run(NamedTuple):
         return stream
 
     def pieces(self, names: Sequence[str]) -> list[_Piece]:
-        """Return the stacks with their submodules in the order in which they run, without those that do not.
-
-        The whole model is one where a submodule lies in no stack.
-        """
+        """Return the stacks with their submodules in the order in which they run."""
         pieces = [
-            _Piece(blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
-            for blocks in _stacks(self.model)
+            (blocks, [name for name in names if any(_is_within(name, block) for block in blocks)])
+            for blocks in _stacks(self.model) or [[""]]
         ]
-        if sum(len(piece.names) for piece in pieces) < len(names):
-            return [_Piece([""], list(names))]
-        by_head = {piece.blocks[0]: piece for piece in pieces if piece.names}
+        by_head = {blocks[0]: (blocks, own) for blocks, own in pieces if own}
         if len(by_head) == 1:
             return list(by_head.values())
         return [by_head[name] for name in self.stream(self.model, list(by_head), self.batches[:1]).order]
@@ -184,19 +165,16 @@ class _Run(NamedTuple):
         return [self.stream(one, [""], self.batches) for one in both]
 
     @torch.no_grad()
-    def reconstruct(self, pieces: Sequence[_Piece]) -> tuple[list[str], list[FittedSubmodule]]:
+    def reconstruct(self, pieces: Sequence[_Piece]) -> tuple[list[str], list[Improvement]]:
         """Fit all submodules; return the blocks that were on the device, and the fits."""
-        progress = Progress(sum(len(piece.names) for piece in pieces))
-        fitted: list[FittedSubmodule] = []
+        progress = Progress(sum(len(names) for _, names in pieces))
+        fitted: list[Improvement] = []
         done: list[str] = []
-        for piece in pieces:
-            ours, theirs = self.streams(piece.blocks)
-            for name in piece.names:
-                if not any(_is_within(name, block) for block in ours.order):
-                    raise InvalidArgumentError(f"submodules: {name!r} does not run in a forward pass")
+        for of_stack, names in pieces:
+            ours, theirs = self.streams(of_stack)
             done += ours.order
             for block in ours.order:
-                parts = {n: self.model.get_submodule(n) for n in piece.names if _is_within(n, block)}
+                parts = {n: self.model.get_submodule(n) for n in names if _is_within(n, block)}
                 dense = {name: self.teacher.get_submodule(name) for name in parts}
                 blocks = self.model.get_submodule(block), self.teacher.get_submodule(block)
                 with placed(blocks, self.device), autocasting(self.device, self.autocast):
@@ -212,7 +190,7 @@ class _Run(NamedTuple):
 
     def fit(
         self, name: str, part: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor]
-    ) -> FittedSubmodule:
+    ) -> Improvement:
         """Fit a submodule to its targets and keep the weights with the least held-out error."""
         parameters = _trained(part)
         # In float32 at least, so that small steps of weights in 16 bits are not lost.
@@ -240,6 +218,7 @@ class _Run(NamedTuple):
             wrong, whole = torch.stack(sums).double().sum(0).tolist()
             return float(wrong / whole) if whole else float(wrong)
 
+        generator = torch.Generator().manual_seed(0)  # of the order of batches
         optimizer = torch.optim.AdamW(masters.values(), lr=self.lr, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * self.split)
         before = error({})
@@ -247,7 +226,7 @@ class _Run(NamedTuple):
             raise InvalidArgumentError(f"batches: submodule {name!r} gives NaN or infinity for them")
         best, kept = math.inf, {}
         for _ in range(self.epochs):
-            for i in torch.randperm(self.split, generator=self.generator, device="cpu").tolist():
+            for i in torch.randperm(self.split, generator=generator, device="cpu").tolist():
                 with torch.enable_grad(), holding(rounded()):
                     wrong, whole = squares(i)
                     # No mean: gradients in float16 are then far from 0, and Adam scales them anyhow.
@@ -266,7 +245,7 @@ class _Run(NamedTuple):
             for key, parameter in parameters.items():
                 mask = masks.get(id(parameter))  # what is masked has had gradients, and counts for nothing
                 parameter.copy_(kept[key] if mask is None else torch.where(mask, kept[key], parameter))
-        return FittedSubmodule(name, before, best, best < before)
+        return Improvement(name, before, best, best < before)
 
 
 def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -275,9 +254,8 @@ def _squares(name: str, output: Tensor, target: Tensor, mask: Tensor | None) -> 
         raise InvalidArgumentError(
             f"teacher must give outputs of shape {tuple(output.shape)} at {name!r}, got {tuple(target.shape)}"
         )
-    output, target = _alike(output, target)
-    if mask is not None and output.shape[:2] == mask.shape:
-        output, target = _without_padding(output, mask), _without_padding(target, mask)
+    fits = mask is not None and output.shape[:2] == mask.shape
+    output, target = _alike(output, target, mask if fits else None)
     return (output - target).square().sum(), target.square().sum()
 
 
@@ -315,7 +293,7 @@ def _stacks(model: nn.Module) -> list[list[str]]:
     held = 0
     for stack in stacks(model, linear):
         container: Any = modules[stack]
-        blocks = [_join(stack, key) for key, _ in container.named_children()]
+        blocks = [f"{stack}.{key}".lstrip(".") for key, _ in container.named_children()]
         others = [block for other in found for block in other]
         if any(_is_within(a, b) or _is_within(b, a) for a in blocks for b in others):
             continue
@@ -330,54 +308,31 @@ def _skipped(model: nn.Module, name: str, reason: str) -> SkippedLayer:
     return SkippedLayer(name, type(model.get_submodule(name)).__name__, reason)
 
 
-def _chosen(
-    model: nn.Module, teacher: nn.Module, submodules: Sequence[str] | None
-) -> tuple[list[str], list[SkippedLayer]]:
-    """Return the names to fit, once both models are known to have them, and what is left out."""
-    if submodules is None:
-        names = _default_names(model)
-        if not names:
-            raise InvalidArgumentError("model must have a BlockSparseLinear; name submodules to fit others")
-    elif isinstance(submodules, str) or not isinstance(submodules, Sequence) or not submodules:
-        raise InvalidArgumentError(f"submodules must be a sequence of names, got {submodules!r}")
-    else:
-        names = list(submodules)
-    for whose, one in (("model", model), ("teacher", teacher)):
-        known = {name for name, _ in one.named_modules(remove_duplicate=False)}
-        for name in names:
-            if name not in known:
-                raise InvalidArgumentError(f"submodules must name modules of the {whose}, {name!r} is none")
-    for name in names:
-        if sum(_is_within(name, other) for other in names) > 1:
-            raise InvalidArgumentError(f"submodules: {name!r} is there twice, or lies within another")
-    if any(tensor.is_meta for tensor in (*model.parameters(), *teacher.parameters())):
-        raise InvalidArgumentError("model and teacher must have parameters with data, got the meta device")
-    outside = [
-        _skipped(model, name, "outside of the stack of blocks; fitted where submodules names it")
+def _chosen(model: nn.Module) -> tuple[list[str], list[SkippedLayer]]:
+    """Return the names to fit, and what is left out."""
+    names = []
+    for block in (block for blocks in _stacks(model) or [[""]] for block in blocks):
+        module = model.get_submodule(block)
+        names += _parts(block, module) or ([block] if _has_sparse(module) else [])
+    if not names:
+        raise InvalidArgumentError("model must have a BlockSparseLinear")
+    skipped = [
+        _skipped(model, name, "outside of the stack of blocks")
         for name, module in model.named_modules()
         if isinstance(module, BlockSparseLinear) and not any(_is_within(name, one) for one in names)
     ]
-    skipped = outside if submodules is None else []
     frozen = [name for name in names if not _trained(model.get_submodule(name))]
     skipped += [_skipped(model, name, "no parameter of it is trained") for name in frozen]
     names = [name for name in names if name not in frozen]
     if not names:
-        raise InvalidArgumentError(f"submodules must have parameters to train, {frozen[-1]!r} has none")
+        raise InvalidArgumentError(f"model must have parameters to train, {frozen[-1]!r} has none")
     owners: dict[int, str] = {}
     for name in names:
         for parameter in _trained(model.get_submodule(name)).values():
             other = owners.setdefault(id(parameter), name)
             if other != name:
-                raise UnsupportedError(f"submodules: {other!r} and {name!r} share a parameter")
+                raise UnsupportedError(f"submodules {other!r} and {name!r} share a parameter")
     return names, skipped
-
-
-def _default_names(model: nn.Module) -> list[str]:
-    names = []
-    for block in (block for blocks in _stacks(model) or [[""]] for block in blocks):
-        module = model.get_submodule(block)
-        names += _parts(block, module) or ([block] if _has_sparse(module) else [])
-    return names
 
 
 def _parts(name: str, module: nn.Module) -> list[str]:
@@ -385,9 +340,9 @@ def _parts(name: str, module: nn.Module) -> list[str]:
     parts = []
     for key, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            parts += _parts(_join(name, key), child)
+            parts += _parts(f"{name}.{key}".lstrip("."), child)
         elif _has_sparse(child):
-            parts.append(_join(name, key))
+            parts.append(f"{name}.{key}".lstrip("."))
     return parts
 
 
@@ -396,9 +351,9 @@ def _check_runs(names: Iterable[str], found: Mapping[str, Sequence[Any]], batche
     for name in names:
         runs = len(found.get(name, ()))
         if runs < batches:
-            raise InvalidArgumentError(f"submodules: {name!r} does not run in every forward pass")
+            raise InvalidArgumentError(f"batches must run submodule {name!r} in every forward pass")
         if runs > batches:
-            raise UnsupportedError(f"submodules: {name!r} runs more than once in a forward pass")
+            raise UnsupportedError(f"submodule {name!r} runs more than once in a forward pass")
 
 
 def _has_sparse(module: nn.Module) -> bool:
@@ -408,30 +363,3 @@ def _has_sparse(module: nn.Module) -> bool:
 def _is_within(name: str, block: str) -> bool:
     """Return True for the block and what lies in it; the name of the model itself is empty."""
     return not block or name == block or name.startswith(f"{block}.")
-
-
-def _join(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-@dataclass(frozen=True)
-class FittedSubmodule:
-    """Fitted submodule, and its error on the held-out batches: ‖y - t‖² / ‖t‖² of its output and its target.
-
-    `error` is that of the fitted weights, in the model's dtype. They are `kept` where it is below
-    `error_before`; otherwise the submodule is as it was.
-    """
-
-    name: str
-    error_before: float
-    error: float
-    kept: bool
-
-    def row(self) -> dict[str, str]:
-        """Return the cells of a table, by column."""
-        return {
-            "layer": self.name,
-            "error before": f"{self.error_before:.4f}",
-            "error": f"{self.error:.4f}",
-            "kept": "yes" if self.kept else "no",
-        }

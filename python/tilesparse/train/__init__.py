@@ -2,7 +2,7 @@
 
 from .averaging import AveragedModel
 from .gradual import BlockGates, Gradual, GroupLasso, compact_, learning_rate_factor, parameter_groups
-from .masks import MaskSchedule, set_nm_
+from .masks import MaskSchedule
 from .patterns import PatternSchedule, snapshot
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "compact_",
     "learning_rate_factor",
     "parameter_groups",
-    "set_nm_",
     "snapshot",
 ]

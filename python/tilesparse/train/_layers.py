@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module, checked_fraction
+from .._checks import check_module
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..model.match import NamePattern
 from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 
@@ -25,9 +24,10 @@ def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
 
 
-def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the closure given to a step of an optimizer, the first of ``args``; None without one."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
+def refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError where a step gets a closure: before it there are no gradients to read."""
+    if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+        raise UnsupportedError("optimizer must step without a closure, before which no gradients are there")
 
 
 def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
@@ -36,44 +36,6 @@ def some_sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     if not layers:
         raise InvalidArgumentError("model must have a BlockSparseLinear, got none")
     return layers
-
-
-def matched_layers(
-    model: nn.Module, name: str, numbers: float | Mapping[str, float]
-) -> dict[float, dict[str, BlockSparseLinear]]:
-    """Return layers by their number from 0 to 1: one for all, or that of the first matching expression."""
-    layers = some_sparse_layers(model)
-    rules = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
-    if not rules:
-        raise InvalidArgumentError(f"{name} must be a number, or numbers by regular expressions, got {{}}")
-    matched: dict[float, dict[str, BlockSparseLinear]] = {}
-    left = dict(layers)
-    for regex, number in rules.items():
-        value = checked_fraction(name, number)
-        pattern = NamePattern.parse(regex, argument=name)
-        found = [layer for layer in layers if pattern.match(layer)]
-        if not found:
-            raise InvalidArgumentError(f"{name}: no BlockSparseLinear matches {regex!r}")
-        group = matched.setdefault(value, {})
-        group.update((layer, left.pop(layer)) for layer in found if layer in left)
-        if group.keys().isdisjoint(found):
-            first = next(text for text in rules if NamePattern.parse(text, argument=name).match(found[0]))
-            raise InvalidArgumentError(
-                f"{name}: {regex!r} must come before {first!r}, which matches its layers as well: the first "
-                "one counts"
-            )
-    owners = {id(layer._parameters.get("weight")): name for name, layer in layers.items() if name not in left}
-    for name, layer in left.items():  # a weight of theirs would change, but not their patterns
-        weight = layer._parameters.get("weight")
-        if weight is not None and id(weight) in owners:
-            raise InvalidArgumentError(_SHARED.format(owners[id(weight)], name))
-    return {value: group for value, group in matched.items() if group}
-
-
-def check_not_removed(removed: bool) -> None:
-    """Raise InvalidArgumentError for a schedule whose hooks are gone."""
-    if removed:
-        raise InvalidArgumentError("schedule must not be used after remove(); make a new one")
 
 
 def check_trainable(layers: Layers, *, frozen: bool = False) -> None:
@@ -120,16 +82,6 @@ def checked_optimizer(optimizer: object) -> torch.optim.Optimizer:
         )
     inner = getattr(optimizer, "optimizer", None)
     return checked_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-class Uncopied:
-    """Base of what has hooks on an optimizer: copies lose hooks, so a copy would silently do nothing."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            f"{type(self).__name__}: it has hooks and cannot be copied or pickled; make another one, and "
-            "load the state_dict() into it if there is one"
-        )
 
 
 def check_optimized(layers: Layers, optimizer: torch.optim.Optimizer) -> None:

@@ -20,12 +20,10 @@ from ._layers import check_plain_storage, sparse_layers
 class AveragedModel(swa_utils.AveragedModel):
     """`torch.optim.swa_utils.AveragedModel` that averages block-sparse weights by place instead of by slot.
 
-    Training that moves blocks, as `PatternSchedule` does, reuses their slots. PyTorch's class then mixes the
-    average of a block that has gone with the weights of the one that has come. Here `update_parameters` gives
-    the average the pattern of the model first: a block that stays keeps its average, in whichever slot it is,
-    and a new block starts from its weight of now. Numbers of blocks may change, as `Gradual` changes them.
-    Buffers that are not floating point, patterns and masks among them, are copied with ``use_buffers=True``,
-    too.
+    PyTorch's class mixes the average of a block that has gone with the weights of the one that has come into
+    its slot. Here `update_parameters` gives the average the pattern of the model first: a block that stays
+    keeps its average, and a new block starts from its weight of now. Numbers of blocks may change. Buffers
+    are copied.
 
     The mean of weights is that of Izmailov et al., "Averaging Weights Leads to Wider Optima and Better
     Generalization", UAI 2018; ``multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)`` gives an
@@ -34,10 +32,8 @@ class AveragedModel(swa_utils.AveragedModel):
     Args:
         model: what is averaged; it is copied.
         device: of the average; None is the model's.
-        avg_fn: takes an average, a tensor of the model and the number of averaged models, and gives the new
-            average; None is the mean.
-        multi_avg_fn: takes lists of these and the number, and writes to the averages in place; or None.
-        use_buffers: whether buffers are averaged as parameters are, or copied.
+        multi_avg_fn: takes lists of averages and of tensors of the model, and the number of averaged models,
+            and writes to the averages in place; None is the mean.
 
     Raises:
         UnsupportedError: by `update_parameters`, when a pattern has changed and its weight is not plain.
@@ -47,17 +43,11 @@ class AveragedModel(swa_utils.AveragedModel):
         self,
         model: nn.Module,
         device: int | torch.device | None = None,
-        avg_fn: Callable[..., Any] | None = None,
         multi_avg_fn: Callable[..., Any] | None = None,
-        use_buffers: bool = False,
     ) -> None:
-        if avg_fn is not None and multi_avg_fn is not None:
-            raise InvalidArgumentError("avg_fn and multi_avg_fn must not both be given")
-        if avg_fn is None and multi_avg_fn is None:
+        if multi_avg_fn is None:
             multi_avg_fn = swa_utils.get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
-        one = None if avg_fn is None else _of_numbers(avg_fn)
-        several = None if multi_avg_fn is None else _of_lists_of_numbers(multi_avg_fn)
-        super().__init__(model, device, one, several, use_buffers)
+        super().__init__(model, device, multi_avg_fn=_of_lists_of_numbers(multi_avg_fn))
         self._seen: dict[str, tuple[object, int]] = {}  # what the model's patterns were at the last update
 
     @torch.no_grad()
@@ -99,23 +89,13 @@ def _places(layer: BlockSparseLinear) -> Tensor:
     return rows * layer.pattern.grid[1] + columns
 
 
-def _of_numbers(avg_fn: Callable[..., Any]) -> Callable[..., Any]:
-    def averaged(average: Tensor, current: Tensor, count: Any) -> Any:
-        return avg_fn(average, current, count) if _is_averaged(average) else current
-
-    return averaged
-
-
 def _of_lists_of_numbers(multi_avg_fn: Callable[..., Any]) -> Callable[..., Any]:
     def average(averages: list[Tensor], currents: list[Tensor], count: Any) -> None:
-        if _is_averaged(averages[0]):  # all have one dtype
+        first = averages[0]  # all have one dtype
+        if first.is_floating_point() and first.dtype not in STORED_DTYPES:
             multi_avg_fn(averages, currents, count)
         else:
             for own, current in zip(averages, currents, strict=True):
                 own.copy_(current)
 
     return average
-
-
-def _is_averaged(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype not in STORED_DTYPES

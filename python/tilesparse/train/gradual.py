@@ -18,31 +18,28 @@ from ..nn.weight import has_peers, keep_blocks
 from ..storage.formats import storage_of
 from ._layers import (
     Layers,
-    Uncopied,
     check_keys,
-    check_not_removed,
     check_optimized,
     check_trainable,
     checked_choice,
     checked_optimizer,
     gradient_of,
-    matched_layers,
     precision_of,
     rates_of,
     some_sparse_layers,
     sparse_layers,
 )
-from .patterns import SCORES, Movement, check_states, magnitudes, states_by_slot
+from .patterns import SCORES, Movement, check_states, load_movement, magnitudes, states_by_slot
 
 
 class Gradual:
     """Schedule that removes blocks of `BlockSparseLinear` layers in training, down to a density.
 
-    Step it after the optimizer. From ``begin`` to ``end``, in fractions of all steps, the density falls
-    from d₀ to d₁ as d(t) = d₁ + (d₀ - d₁) (1 - t)³, t from 0 to 1 (Zhu and Gupta, "To prune, or not to
-    prune", 2017), in a few events. Each removes the blocks of lowest score from every layer; of equal
-    scores the later slot goes. The defaults follow "The Journey Matters" (2025). Start with density 1 and
-    the policy "auto", which multiplies dense as long as that is faster.
+    Step it after the optimizer. From ``begin`` to ``end`` the density falls from d₀ to d₁ in a few events,
+    as d(t) = d₁ + (d₀ - d₁) (1 - t)³, t from 0 to 1 (Zhu and Gupta, "To prune, or not to prune", 2017). Each
+    removes the blocks of lowest score from every layer; of equal scores the later slot goes. The defaults
+    follow "The Journey Matters" (2025). Start with density 1 and the policy "auto", which multiplies dense as
+    long as that is faster.
 
     Removed blocks free their memory. Each weight stays the same Parameter, and its gradient and the
     optimizer's states are narrowed with it; a captured CUDA graph has to be captured again, and compiled code
@@ -51,17 +48,13 @@ class Gradual:
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
         optimizer: has their weights.
-        density: at the end, above 0 and at most that of the layer; or densities by regular expressions, as
-            the fractions of `PatternSchedule`.
-        steps: of the whole training.
+        density: at the end, above 0 and at most that of each layer.
+        steps: of the whole training, which the attribute ``steps`` counts.
         begin: when blocks begin to go, in fractions of ``steps``.
         end: when the last ones do.
         events: how often blocks are removed.
         score: "magnitude", the L1 norm of a block, or "movement", the sum of -weight · gradient over all
             steps so far (Sanh et al., "Movement Pruning", NeurIPS 2020).
-
-    Attributes:
-        steps: how many steps were counted.
 
     Raises:
         UnsupportedError: a weight is sharded, parametrized or not stored plain, or other processes train,
@@ -73,7 +66,7 @@ class Gradual:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        density: float | Mapping[str, float],
+        density: float,
         steps: int,
         begin: float = 0.25,
         end: float = 0.75,
@@ -87,11 +80,11 @@ class Gradual:
             raise InvalidArgumentError(f"begin must be less than end={end}, got {begin}")
         checked_choice("score", score, SCORES)
         _check_whole(model)
-        groups = matched_layers(model, "density", density)
-        self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
+        self._layers = some_sparse_layers(model)
         _check_shrinkable(self._layers)
         check_optimized(self._layers, optimizer)
-        self._last = {name: _target(name, self._layers[name], d) for d, of in groups.items() for name in of}
+        density = checked_fraction("density", density)
+        self._last = {name: _target(name, layer, density) for name, layer in self._layers.items()}
         self._first = {name: layer.weight.shape[0] for name, layer in self._layers.items()}
         self._model, self._optimizer = model, optimizer
         self._movement = Movement(self._layers, optimizer) if score == "movement" else None
@@ -100,18 +93,14 @@ class Gradual:
         for event in range(1, events + 1):
             time = event / events
             self._events[max(1, round(total * (begin + (end - begin) * time)))] = time
-        self._removed = False
         self.steps = 0
 
     @torch.no_grad()
     def step(self) -> bool:
         """Count a step of the optimizer, and remove blocks if it is time to; return True if it was.
 
-        Raises:
-            UnsupportedError: the optimizer has states of which it is not known what belongs to which block,
-                or other processes train, too. Nothing has changed.
+        After an error, as in the constructor or of an unknown state of the optimizer, nothing has changed.
         """
-        check_not_removed(self._removed)
         time = self._events.get(self.steps + 1)
         if time is not None:
             _check_shrinkable(self._layers)
@@ -129,8 +118,7 @@ class Gradual:
         return True
 
     def remove(self) -> None:
-        """Remove all hooks and end the schedule; layers stay as they are."""
-        self._removed = True
+        """Remove all hooks; layers stay as they are."""
         if self._movement is not None:
             self._movement.remove()
 
@@ -145,9 +133,7 @@ class Gradual:
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         check_keys("state_dict: first", state_dict["first"], self._layers)
         first = {name: checked_count("state_dict: first", state_dict["first"][name]) for name in self._layers}
-        Movement.check_state(self._movement, state_dict["movement"])
-        if self._movement is not None:
-            self._movement.load_state_dict(state_dict["movement"])
+        load_movement(self._movement, state_dict["movement"])
         self.steps, self._first = steps, first
 
     def _remove(self, name: str, layer: BlockSparseLinear, left: int) -> None:
@@ -173,9 +159,8 @@ def compact_(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         How many blocks each of these layers has lost, by its name.
 
     Raises:
-        UnsupportedError: a weight is sharded or parametrized, the optimizer has states of which it is not
-            known what belongs to which block, a weight has a ``main_grad``, or the model is one of
-            DistributedDataParallel. All errors are raised before anything has changed.
+        UnsupportedError: a weight is sharded, parametrized or has a ``main_grad``, the optimizer has unknown
+            states, or the model is one of DistributedDataParallel. Nothing has changed then.
     """
     check_unwrapped(model)
     layers = {
@@ -285,9 +270,8 @@ class BlockGates:
     Welling and Kingma, "Learning Sparse Neural Networks through L0 Regularization", ICLR 2018; temperature
     2/3, stretched to -0.1 … 1.1).
 
-    Gates are parametrizations of the weights: their parameters ``log_alpha`` are parameters of the model, and
-    the weights stay the same Parameters. Build the optimizer afterwards. Gates need a larger learning rate
-    than weights, 0.1 with Adam is a start, and no weight decay.
+    Gates are parametrizations of the weights, which stay the same Parameters. Build the optimizer afterwards.
+    Gates need a larger learning rate than weights, 0.1 with Adam is a start, and no weight decay.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which get gates.
@@ -327,17 +311,10 @@ class BlockGates:
 
     @torch.no_grad()
     def compact(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """End the gates: multiply weights by them, and remove blocks whose gate is closed.
+        """End the gates: multiply weights by them, and remove blocks with closed ones, as `compact_` does.
 
         The model then computes what it computed in evaluation, and has plain layers again. Moments of what is
-        left stay as they were; the parameters of gates have no further use in the optimizer.
-
-        Returns:
-            How many blocks each layer has lost, by its name, see `tilesparse.train.compact_`.
-
-        Raises:
-            UnsupportedError: the model is one of DistributedDataParallel, or the optimizer has states of
-                which it is not known what belongs to which block. Nothing has changed then.
+        left stay as they were.
         """
         check_unwrapped(self._model)
         if not all(parametrize.is_parametrized(layer, "weight") for layer in self._layers.values()):
@@ -355,26 +332,21 @@ class BlockGates:
         return compact_(self._model, optimizer)
 
 
-class GroupLasso(Uncopied):
+class GroupLasso:
     """Group lasso: pulls the norm of every block towards zero after each step of an optimizer.
 
     It is the proximal step of the penalty strength · √(bn · bk) · ‖W_b‖₂, summed over all blocks b (Yuan and
-    Lin, "Model selection and estimation in regression with grouped variables", JRSS B 2006):
+    Lin, "Model selection and estimation in regression with grouped variables", JRSS B 2006),
 
         W_b ← W_b · max(0, 1 - lr · strength · √(bn · bk) / ‖W_b‖₂)
 
-    with the learning rate of the weight's group. So blocks reach zero exactly, and `compact_` then removes
-    them. For an optimizer such as Adam this is a decoupled penalty, as the weight decay of AdamW is. Train in
-    float32, with autocast: in 16 bits changes below the precision are lost. It works by a hook of the
-    optimizer; nothing waits for a GPU.
+    with the learning rate of the weight's group: blocks reach zero exactly, and `compact_` removes them.
+    Train in float32, with autocast: in 16 bits changes below the precision are lost. Nothing waits for a GPU.
 
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain", all of which are pulled at.
         optimizer: has their weights.
         strength: of the penalty.
-
-    Raises:
-        UnsupportedError: a weight is sharded, parametrized or not stored plain.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, strength: float) -> None:
@@ -407,9 +379,8 @@ class GroupLasso(Uncopied):
 def learning_rate_factor(density: float) -> float:
     """Return the factor of the learning rate of a weight of this density, above 0, over a dense one.
 
-    It is exp(1.969 s² + 0.2905 s), where s = 1 - density: what was best for static random masks of BERT
-    (Dietrich et al., "Towards Structured Dynamic Sparse Pre-Training of BERT", 2021), 3.8 at a density of
-    0.25 and 6.4 at 0.1.
+    It is exp(1.969 s² + 0.2905 s), s = 1 - density: what was best for static random masks of BERT (Dietrich
+    et al., "Towards Structured Dynamic Sparse Pre-Training of BERT", 2021).
     """
     if not checked_fraction("density", density) > 0:
         raise InvalidArgumentError(f"density must be above 0, got {density}")
@@ -417,19 +388,14 @@ def learning_rate_factor(density: float) -> float:
 
 
 def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Return a model's parameters for an optimizer: the sparser a layer, the faster its weight learns.
+    """Return groups of parameters for an optimizer: the sparser a layer, the faster its weight learns.
 
-    Densities are those at the moment; a layer without any block has nothing to learn. Where `Gradual` lowers
-    them, set the rate of their group anew after each of its events, by `learning_rate_factor`.
-
-    An AdamW decays weights by lr · weight_decay, that is in the same proportion.
+    All else comes first, then a group for each density of sparse layers. Densities are those at the moment:
+    set rates anew by `learning_rate_factor` after events of `Gradual`.
 
     Args:
         model: any, also without sparse layers.
         lr: the learning rate of dense weights, biases and everything else.
-
-    Returns:
-        Groups with "params" and "lr": all else first, then one for each density of sparse layers, also for 1.
 
     Examples:
         >>> optimizer = torch.optim.AdamW(parameter_groups(model, lr=3e-4), weight_decay=0.1)

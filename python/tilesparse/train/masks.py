@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_compressible, checked_count, checked_number
-from ..config import check_nm
+from .._checks import checked_count, checked_number
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
-from ..nn.weight import check_whole
 from ._layers import (
-    Uncopied,
     check_keys,
     check_optimized,
-    check_plain_storage,
     check_plain_weight,
     checked_optimizer,
-    closure_of,
     gradient_of,
-    some_sparse_layers,
+    refuse_closure,
     sparse_layers,
 )
 
 
-def set_nm_(model: nn.Module, nm: Sequence[int] | None, *, transposable: bool = False) -> None:
-    """Begin or end 2:4 in every `BlockSparseLinear` of a model, at any step of its training.
-
-    Weights stay as they are, and so do the optimizer and its states. With None the layers have plain blocks
-    again, in which what was masked counts; with (2, 4) masks keep the weights of largest magnitude.
-
-    Args:
-        model: may be one layer.
-        nm: (2, 4) or None.
-        transposable: whether two of each four neighbours in a column are kept as well.
-
-    Raises:
-        UnsupportedError: a layer's storage is not "plain", or its weight is sharded.
-    """
-    check_nm(nm, transposable)
-    layers = some_sparse_layers(model)
-    for name, layer in layers.items():
-        check_whole(layer, "set_nm_")
-        check_plain_storage(name, layer)
-        if nm is not None:
-            check_compressible(f"model: layer {name!r}: 2:4", layer.block_shape)
-        if transposable:
-            check_compressible(f"model: layer {name!r}: transposable 2:4", layer.block_shape, transposed=True)
-    for layer in layers.values():
-        layer.set_nm(nm, transposable=transposable)
-
-
-class MaskSchedule(Uncopied):
+class MaskSchedule:
     """Schedule that updates 2:4 masks every few optimizer steps, and pulls masked weights towards zero.
 
     Gradients pass straight through the masks, so that a weight may come back. Without a decay masked weights
@@ -63,27 +30,20 @@ class MaskSchedule(Uncopied):
 
         g ← g + decay · (1 - M) · W
 
-    before the step, so that an optimizer such as Adam scales it with the gradient (Hu et al., "Accelerating
-    Transformer Pre-training with 2:4 Sparsity", ICML 2024, who choose transposable masks every 40 steps, and
-    the decay by how many bits of the masks flip).
+    before the step (Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", ICML 2024, who
+    choose transposable masks every 40 steps, and the decay by how many bits of the masks flip).
 
-    It works by hooks of the optimizer, whose steps are called as before, with a closure or without; nothing
-    waits for a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is
-    fused, where the host cannot know without waiting. Layers without masks are passed over.
-
-    In several processes masks are equal where weights are. With ``broadcast_buffers=False`` the masks that
-    layers began with differ even so: call `refresh` once, after the weights have been broadcast.
+    It works by hooks of the optimizer, whose steps are called as before, without a closure; nothing waits for
+    a GPU. A step that ``torch.amp.GradScaler`` leaves out does not count, unless the optimizer is fused,
+    where the host cannot know. Layers without masks are passed over. In several processes masks are equal
+    where weights are. With ``broadcast_buffers=False`` those that layers began with differ even so: call
+    `refresh` once, after the weights have been broadcast.
 
     Args:
         model: has `BlockSparseLinear` layers with ``nm=(2, 4)`` in the storage "plain".
         optimizer: has their weights.
-        every: choose masks after every so many steps.
+        every: choose masks after every so many steps, which ``steps`` counts.
         decay: per step, 0 for none.
-
-    Attributes:
-        steps: how many steps were counted.
-        flips: by the names of layers, how many bits of their masks the last refresh has changed: int64 [], on
-            their devices. Empty before the first.
 
     Raises:
         UnsupportedError: a weight is a sharded tensor, as ``fully_shard`` leaves them.
@@ -103,7 +63,6 @@ class MaskSchedule(Uncopied):
         for name, layer in self._layers.items():
             check_plain_weight(name, layer.weight, "masks of sharded weights are not chosen")
         self.steps = 0
-        self.flips: dict[str, Tensor] = {}
         self._hooks = [optimizer.register_step_post_hook(self._count)]
         if self._decay:
             self._hooks.append(optimizer.register_step_pre_hook(self._decay_gradients))
@@ -116,19 +75,8 @@ class MaskSchedule(Uncopied):
     @torch.no_grad()
     def refresh(self) -> None:
         """Update all masks now, in addition to the schedule."""
-        self.flips = {}
-        for name, layer, mask in self._masked():
-            before = mask.clone()
+        for _, layer, _ in self._masked():
             layer.update_mask_()
-            self.flips[name] = (before ^ mask).sum()
-
-    def flip_rate(self) -> float:
-        """Fraction of all bits of the masks that the last refresh has changed; waits for the GPU.
-
-        With ``every=1`` this is the flip rate of Hu et al. Not a number before the first refresh.
-        """
-        bits = sum(self._layers[name].weight.numel() for name in self.flips)
-        return sum(int(flips) for flips in self.flips.values()) / bits if bits else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps. Masks are buffers of the model, and in its state_dict."""
@@ -150,25 +98,9 @@ class MaskSchedule(Uncopied):
         if self.steps % self._every == 0:
             self.refresh()
 
-    def _decay_gradients(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
-    ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._add_to_gradients(optimizer)
-            return None
-
-        def decaying() -> Any:
-            loss = closure()  # before which there are no gradients
-            self._add_to_gradients(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], decaying, *args[2:]), kwargs
-        return args, kwargs | {"closure": decaying}
-
     @torch.no_grad()
-    def _add_to_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _decay_gradients(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_closure(args, kwargs)
         scale: Any = getattr(optimizer, "grad_scale", None)  # GradScaler's, where gradients still have it
         for name, layer, mask in self._masked():
             weight, grad = layer.weight, gradient_of(name, layer)

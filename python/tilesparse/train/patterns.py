@@ -18,17 +18,15 @@ from ..nn.linear import BlockSparseLinear
 from ..nn.weight import declare_shared, has_peers, has_slots, is_shared, observe
 from ._layers import (
     Layers,
-    Uncopied,
     check_keys,
-    check_not_removed,
     check_optimized,
     check_trainable,
     checked_choice,
     checked_optimizer,
-    closure_of,
     gradient_of,
-    matched_layers,
     precision_of,
+    refuse_closure,
+    some_sparse_layers,
     sparse_layers,
 )
 
@@ -36,7 +34,7 @@ SCORES = ("magnitude", "movement")
 GROWTHS = ("random", "gradient")
 
 
-class PatternSchedule(Uncopied, torch.optim.Optimizer):
+class PatternSchedule(torch.optim.Optimizer):
     """Optimizer of patterns: moves blocks of `BlockSparseLinear` layers every few steps.
 
     Step it after the optimizer. **The "lr" of its parameter groups is the fraction of the blocks that are
@@ -62,9 +60,8 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     Args:
         model: has `BlockSparseLinear` layers in the storage "plain".
         optimizer: has their weights. Of each block that moves it forgets its states.
-        fraction: of the blocks of a layer that each rewiring recycles, from 0 to 1; or fractions by regular
-            expressions on names of layers, matched as in the patcher, of which the first counts. Layers that
-            none matches stay as they are. Each different fraction is a parameter group.
+        fraction: of the blocks of a layer that each rewiring recycles, from 0 to 1. For layers with another
+            fraction, or none, make schedules of parts of the model.
         every: rewire after every so many steps.
         drop: "magnitude" or "movement".
         grow: "random" or "gradient".
@@ -92,7 +89,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        fraction: float | Mapping[str, float] = 0.3,
+        fraction: float = 0.3,
         every: int,
         drop: str = "magnitude",
         grow: str = "random",
@@ -104,37 +101,27 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         checked_choice("drop", drop, SCORES)
         checked_choice("grow", grow, GROWTHS)
         self._seed = checked_seed(seed)
-        groups = matched_layers(model, "fraction", fraction)
-        self._layers = {name: layer for layers in groups.values() for name, layer in layers.items()}
+        self._layers = some_sparse_layers(model)
         check_trainable(self._layers)
         check_optimized(self._layers, optimizer)
-        super().__init__(
-            [
-                {"params": [layer.weight for layer in layers.values()], "lr": value, "layers": list(layers)}
-                for value, layers in groups.items()
-            ],
-            {"lr": 0.0},
-        )
+        weights, rate = [one.weight for one in self._layers.values()], checked_fraction("fraction", fraction)
+        super().__init__([{"params": weights, "lr": rate, "layers": [*self._layers]}], {})
         self._optimizer, self._grow, self._group = optimizer, grow, group
         self._settings = {"every": self._every, "drop": drop, "grow": grow}
         self._norms = _GradientNorms({} if grow == "random" else self._layers, group)
         self._movement = Movement(self._layers, optimizer) if drop == "movement" else None
-        self._removed = self._agreed = False
+        self._agreed = False
         self.steps = 0
         self.moved: dict[str, Tensor] = {}
         self._observe_next()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Count a step of the optimizer, and rewire if it is time to.
 
         Raises:
-            UnsupportedError: the optimizer has states of which it is not known what belongs to which block.
             UnsynchronizedPatternError: the processes that train the model rewire it differently.
         """
-        if closure is not None:
-            raise InvalidArgumentError("closure must be None: give it to the optimizer")
-        check_not_removed(self._removed)
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
         if has_peers() and not self._agreed:
@@ -149,76 +136,57 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
         self._observe_next()
 
     def remove(self) -> None:
-        """Remove all hooks and end the schedule; patterns and everything else stay as they are."""
-        self._removed = True
+        """Remove all hooks; patterns and everything else stay as they are."""
         if self._movement is not None:
             self._movement.remove()
         self._norms.stop()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse more parameters: only the constructor knows which layers they belong to.
-
-        Raises:
-            UnsupportedError: it was called afterwards.
-        """
-        if hasattr(self, "steps"):
-            raise UnsupportedError("param_group must not be added: the constructor takes all fractions")
-        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later rewirings depend on, but for the states of model and optimizer."""
         return {
             "steps": self.steps,
             "seed": self._seed,
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
-            ],
+            "param_groups": [{key: own for key, own in self.param_groups[0].items() if key != "params"}],
             "movement": {} if self._movement is None else self._movement.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too."""
-        check_not_removed(self._removed)
         if isinstance(state_dict, Mapping) and state_dict.get("averages") == {}:  # as earlier versions wrote
             state_dict = {key: value for key, value in state_dict.items() if key != "averages"}
         check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         groups = state_dict["param_groups"]
-        self._check_groups(groups)
-        Movement.check_state(self._movement, state_dict["movement"])
-        self.steps, self._seed = steps, checked_seed(state_dict["seed"])
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(saved)
-        if self._movement is not None:
-            self._movement.load_state_dict(state_dict["movement"])
+        listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+        names = [*self._layers]
+        if not listed or [group.get("layers") for group in groups] != [names]:
+            raise InvalidArgumentError(
+                f"state_dict must have one group, of the layers {names}, got {groups}; make a schedule of "
+                "each part of the model"
+            )
+        checked_fraction("state_dict: lr", groups[0].get("lr"))
+        seed = checked_seed(state_dict["seed"])
+        load_movement(self._movement, state_dict["movement"])
+        self.steps, self._seed = steps, seed
+        self.param_groups[0].update(groups[0])
         self._agreed = False
         self._observe_next()
 
-    def _check_groups(self, groups: Any) -> None:
-        mine = [group["layers"] for group in self.param_groups]
-        listed = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-        theirs = [group.get("layers") for group in groups] if listed else groups
-        if theirs != mine:
-            raise InvalidArgumentError(f"state_dict must have groups of the layers {mine}, got {theirs}")
-        for group in groups:
-            checked_fraction("state_dict: lr", group.get("lr"))
-
     def _checked_counts(self) -> dict[str, int]:
         """Return how many blocks of each layer to move, after checking all that may be wrong."""
-        counts = {}
-        for group in self.param_groups:
-            fraction = checked_fraction("lr", group["lr"])
-            for name in group["layers"]:
-                nnz, (rows, cols) = self._layers[name].weight.shape[0], self._layers[name].spec.grid
-                counts[name] = min(int(fraction * nnz), rows * cols - nnz)
+        fraction, counts = checked_fraction("lr", self.param_groups[0]["lr"]), {}
+        for name, layer in self._layers.items():
+            nnz, (rows, cols) = layer.weight.shape[0], layer.spec.grid
+            counts[name] = min(int(fraction * nnz), rows * cols - nnz)
         check_trainable(self._layers)
         check_optimized(self._layers, self._optimizer)
         check_states(self._optimizer, {name: layer.weight for name, layer in self._layers.items()})
         return counts
 
     def _check_agreement(self) -> None:
-        fractions = [(group["layers"], group["lr"]) for group in self.param_groups]
-        mine = {"steps": self.steps, "seed": self._seed, **self._settings, "fraction": fractions}
+        own = self.param_groups[0]
+        mine = {"steps": self.steps, "seed": self._seed, **self._settings, "fraction": own["lr"]}
+        mine["layers"] = own["layers"]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, mine, self._group)
         if any(theirs != mine for theirs in everyone):
@@ -237,11 +205,7 @@ class PatternSchedule(Uncopied, torch.optim.Optimizer):
     def _rewire(
         self, name: str, count: int, norms: Tensor | None, generators: dict[torch.device, torch.Generator]
     ) -> Tensor:
-        """Move so many blocks, or none if norms decide and are of no use, and return how many were moved.
-
-        The blocks of least worth go to the free places of most growth, with zeros in their weights, gradients
-        and states.
-        """
+        """Move so many blocks, or none if norms are of no use, and return how many were moved."""
         layer, weight, movement = self._layers[name], self._layers[name].weight, self._movement
         if weight.device not in generators:
             number = random.Random(f"{self._seed} {self.steps}").getrandbits(32)
@@ -321,21 +285,11 @@ class _GradientNorms:
             seen = torch.zeros_like(probe) if probe.grad is None else probe.grad
             weight = self._layers[name].weight  # which may have been moved or converted since
             norms[name] = seen.to(weight.device, precision_of(weight))
-        return self._averaged(norms) if has_peers() else norms
-
-    def _averaged(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Average over the processes, with one call for all layers on a device."""
-        together: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-        for name, one in norms.items():
-            together.setdefault((one.device, one.dtype), {})[name] = one
-        averaged: dict[str, Tensor] = {}
-        for ones in together.values():
-            flat = torch.cat([one.flatten() for one in ones.values()])
-            dist.all_reduce(flat, group=self._group)
-            flat /= dist.get_world_size(self._group)
-            chunks = torch.split(flat, [one.numel() for one in ones.values()])
-            averaged.update((name, own.view_as(ones[name])) for name, own in zip(ones, chunks, strict=True))
-        return averaged
+        if has_peers():
+            for one in norms.values():
+                dist.all_reduce(one, group=self._group)
+                one /= dist.get_world_size(self._group)
+        return norms
 
 
 @torch.no_grad()
@@ -346,12 +300,10 @@ def magnitudes(layer: BlockSparseLinear) -> Tensor:
     return norms
 
 
-class Movement(Uncopied):
+class Movement:
     """Sums of -w · g over each block and over steps of an optimizer, of w and g before the step.
 
-    A score is positive where gradient descent has moved a block's weights away from zero (Sanh et al.,
-    "Movement Pruning: Adaptive Sparsity by Fine-Tuning", NeurIPS 2020). Steps that ``torch.amp.GradScaler``
-    leaves out do not count, and gradients that still have its factor are divided by it.
+    (Sanh et al., "Movement Pruning", NeurIPS 2020.) Steps that GradScaler leaves out do not count.
     """
 
     def __init__(self, layers: Layers, optimizer: torch.optim.Optimizer) -> None:
@@ -381,31 +333,9 @@ class Movement(Uncopied):
         """Return copies of the scores, by names of layers."""
         return {name: self.of(name).clone() for name in self._layers}
 
-    @staticmethod
-    def check_state(movement: Movement | None, state: Any) -> None:
-        """Raise InvalidArgumentError for a state that `load_state_dict` cannot take; {} is that of None."""
-        check_keys("state_dict: movement", state, {} if movement is None else movement._layers)
-        for name, scores in state.items():
-            assert movement is not None
-            nnz = movement._layers[name].weight.shape[0]
-            if not isinstance(scores, Tensor) or scores.shape != (nnz,):
-                raise InvalidArgumentError(
-                    f"state_dict: movement of layer {name!r} must be a tensor [{nnz}]; load the model first"
-                )
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict`, after `check_state`."""
-        for name, scores in state.items():
-            weight = self._layers[name].weight
-            self._scores[name] = scores.to(weight.device, precision_of(weight), copy=True)
-
     @torch.no_grad()
     def _add(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None:
-            raise UnsupportedError(
-                "optimizer must step without a closure, since movement is summed before a step, when "
-                "a closure has not computed any gradient yet"
-            )
+        refuse_closure(args, kwargs)
         scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         for name, layer in self._layers.items():
             weight, gradient = layer.weight, gradient_of(name, layer)
@@ -419,14 +349,26 @@ class Movement(Uncopied):
             self.of(name).sub_(moved)
 
 
+def load_movement(movement: Movement | None, state: Any) -> None:
+    """Load a `Movement.state_dict`, {} where there is no movement; nothing changes after an error."""
+    layers: Layers = {} if movement is None else movement._layers
+    check_keys("state_dict: movement", state, layers)
+    for name, layer in layers.items():
+        if not isinstance(state[name], Tensor) or state[name].shape != layer.weight.shape[:1]:
+            raise InvalidArgumentError(
+                f"state_dict: movement of layer {name!r} must be a tensor of its blocks; load the model first"
+            )
+    if movement is not None:
+        for name, layer in layers.items():
+            dtype, device = precision_of(layer.weight), layer.weight.device
+            movement._scores[name] = state[name].to(device, dtype, copy=True)
+
+
 def check_states(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-    """Raise unless every state of these weights is known to have a block for each slot.
+    """Raise unless every state of these weights, by names of layers, is known to have a part for each block.
 
-    Weights are given by the names of their layers.
-
-    Understood are tensors of the weight's shape [nnz, bn, bk], which momentum and the moments of Adam are,
-    and those of which all dimensions but the first are 1 or missing, as Adafactor's factored moments are.
-    Numbers, and tensors of one, such as counts of steps, belong to no block.
+    These are tensors of the weight's shape or [nnz, 1, …], as of Adam and Adafactor, and numbers, of no
+    block.
     """
     for layer_name, weight in weights.items():
         for name, state in optimizer.state.get(weight, {}).items():
@@ -452,12 +394,7 @@ def _is_known(state: object, weight: Tensor) -> bool:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Return where the blocks of every `BlockSparseLinear` are now, by the names of layers.
-
-    Returns:
-        Bool masks [R, C], True for kept blocks, which do not follow the pattern; on the devices of the
-        layers, and the host does not wait.
-    """
+    """Return bool masks [R, C] of the kept blocks of every `BlockSparseLinear` now, by name."""
     return {name: layer.pattern.to_block_mask() for name, layer in sparse_layers(model).items()}
 
 
@@ -468,8 +405,7 @@ CHUNK_BYTES = 64 << 20  # of the dense gradient that exist at once, unless one b
 def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int]) -> Tensor:
     """Return L1 norms [R, C] of all blocks of the gradient dyᵀ x of a dense W in y = x Wᵀ, kept or not.
 
-    The gradient is computed as autograd would, in the dtype of dy, but a chunk of block rows at a time. Norms
-    are in float32, or float64 for float64. Nothing waits for a GPU.
+    A chunk of block rows at a time, in the dtype of dy; norms in float32, or float64 for float64.
     """
     bn, bk = block_shape
     with torch.autocast(dy.device.type, enabled=False):
@@ -484,12 +420,7 @@ def gradient_norms(dy: Tensor, x: Tensor, block_shape: tuple[int, int]) -> Tenso
 
 
 class _Observed(torch.autograd.Function):
-    """y as it is. The norms come as the gradient of ``probe`` [R, C], a tensor of zeros.
-
-    So autograd adds up what comes from several calls and several backward passes, computes nothing where it
-    computes no gradients, and recomputes with activation checkpoints; compilers see a function without side
-    effects.
-    """
+    """y as it is; norms come as the gradient of ``probe`` [R, C], so autograd adds up calls and passes."""
 
     @staticmethod
     def forward(y: Tensor, x: Tensor, probe: Tensor, block_shape: tuple[int, int]) -> Tensor:
