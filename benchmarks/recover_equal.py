@@ -28,13 +28,7 @@ from harness import CapturedCall, add_names, described, positive, write_json
 from recover_kinds import COMPILED, Texts, compiled, distil, perplexities
 from torch import Tensor, nn
 
-from tilesparse import (
-    BlockSparseConfig,
-    BlockSparseLinear,
-    prepare_for_inference_,
-    prune_,
-    sparsify_,
-)
+from tilesparse import BlockSparseConfig, BlockSparseLinear, prepare_for_inference_, prune_, sparsify_
 from tilesparse.tuning.measure import milliseconds
 from tilesparse.tuning.product import default_device
 

@@ -33,12 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
 
-from tilesparse import (
-    BlockSparseConfig,
-    distill_,
-    prune_,
-    reconstruct_,
-)
+from tilesparse import BlockSparseConfig, distill_, prune_, reconstruct_
 from tilesparse.recover import DistillationLoss
 from tilesparse.tuning.product import default_device
 

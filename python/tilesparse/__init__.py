@@ -105,7 +105,7 @@ def __dir__() -> list[str]:
 
 def _register(torch: ModuleType) -> None:
     """Register torch.ops.tilesparse, and let count what was measured."""
-    importlib.import_module("._ops.linear", __name__)
+    importlib.import_module("._ops.products", __name__)
     measurements = importlib.import_module("._files", __name__).tune_file()
     if measurements is not None and measurements.exists():
         importlib.import_module(".tuning.store", __name__).load_on_import()

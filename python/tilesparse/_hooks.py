@@ -1,4 +1,4 @@
-"""Libraries that are optional: callbacks once they are imported, and what they say of changed models."""
+"""Libraries that are optional: callbacks once they are imported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import nn
+from typing import Any
 
 Callback = Callable[[ModuleType], Any]
 
@@ -103,23 +100,3 @@ def _warn(name: str, error: Exception, otherwise: str) -> None:
 
 _WATCHED: dict[str, list[tuple[Callback, str]]] = {}
 _FINDER = _Finder()
-
-
-_LISTENERS: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
-
-
-def add_listener(check: Callable[[nn.Module], None], describe: Callable[[nn.Module], None]) -> None:
-    """Have a library describe models anew when their layers change; ``check`` raises where that would."""
-    _LISTENERS.append((check, describe))
-
-
-def check_can_change(model: nn.Module) -> None:
-    """Raise where `layers_changed` would; the model is only read."""
-    for check, _ in _LISTENERS:
-        check(model)
-
-
-def layers_changed(model: nn.Module) -> None:
-    """Tell the listeners that layers of a model were replaced, or are stored in another way."""
-    for _, describe in _LISTENERS:
-        describe(model)

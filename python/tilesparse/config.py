@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ._checks import (
     DTYPES,
+    PACKED,
     POLICIES,
     QUANTIZED,
     SCALE_GROUP,
@@ -27,7 +28,6 @@ from ._checks import (
     shown,
 )
 from .errors import InvalidArgumentError
-from .storage.traits import GRANULARITIES, PER_FEATURE, STORAGES, traits_of
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -327,3 +327,44 @@ def check_storage(storage: Any, nm: object) -> None:
         raise InvalidArgumentError(
             f"nm must be None with storage {storage!r}, whose blocks are dense, got {shown(nm)}"
         )
+
+
+GRANULARITIES = ("row", "block")  # what may have a scale of its own in 8 and 4 bits
+PER_FEATURE = "feature"  # what has one where x has 8 bits as well
+
+
+class Traits(NamedTuple):
+    """One storage of values.
+
+    Attributes:
+        name: as in `LayerSpec.storage`.
+        dtype: of the stored values, which are finite and have scales; None is the layer's, without scales.
+        trainable: True where the weight is its dense blocks, the only form that has a gradient.
+        needs_nm: True where only 2:4 can be stored.
+        allows_nm: False where 2:4 cannot be stored.
+    """
+
+    name: str
+    dtype: torch.dtype | None = None
+    trainable: bool = False
+    needs_nm: bool = False
+    allows_nm: bool = True
+
+
+_BY_NAME = {
+    traits.name: traits
+    for traits in (
+        Traits("plain", trainable=True),
+        Traits("compressed", needs_nm=True),
+        Traits("int8", torch.int8),
+        Traits("float8_e4m3fn", torch.float8_e4m3fn),
+        Traits("int4", PACKED, allows_nm=False),
+    )
+}
+STORAGES = tuple(_BY_NAME)
+STORED_DTYPES = frozenset(traits.dtype for traits in _BY_NAME.values()) - {None}  # not those of layers
+
+
+def traits_of(storage: str) -> Traits:
+    """Return the traits of the storage of this name, one of `STORAGES`."""
+    return _BY_NAME[storage]

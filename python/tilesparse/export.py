@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ._checks import LARGEST, PACKED, QUANTIZED, SCALE_GROUP, Index, Operands, is_inside
-from ._ops.autograd import records_of
+from ._ops.autograd import OF_DDS_NN, OF_DDS_NT, records_of
 from ._ops.epilogue import activated
-from ._ops.schemas import OF_DDS_NN, OF_DDS_NT
 from ._runtime.device import ACTIVATIONS
 from ._runtime.launch import least_scale
 from .errors import UnsupportedError

@@ -44,8 +44,7 @@ from ._checks import (
 from ._ops import epilogue
 from ._ops.autograd import autocast, call, is_plain, records_gradient
 from ._ops.epilogue import activation_code
-from ._ops.linear import linear_on
-from ._ops.products import DDS_NN, DDS_NT, SDD_TN, refuse_gradient
+from ._ops.products import DDS_NN, DDS_NT, SDD_TN, linear_on, refuse_gradient
 from ._runtime.torch_private import is_any_autocast_enabled
 from .errors import InvalidArgumentError, InvalidTypeError
 from .pattern import BlockPattern

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ._checks import as_integer, shown
 from ._files import few
 from .errors import InvalidArgumentError, UnsupportedError
-from .model.modules import NamePattern
+from .model.match import NamePattern
 from .nn.linear import BlockSparseLinear
 from .nn.weight import dense_blocks
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilesparse import _C, _reports
+from tilesparse import _C, _checks
 from tilesparse.cli import command as cli
 from tilesparse.cli import demo, kernels
 from tilesparse.tuning import Device, Product, choose
@@ -253,14 +253,14 @@ def test_progress_says_how_long_it_will_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(_reports.time, "monotonic", lambda: now[0])
-    progress = _reports.Progress(8)
+    monkeypatch.setattr(_checks.time, "monotonic", lambda: now[0])
+    progress = _checks.Progress(8)
     now[0] = 60.0
     progress.show(4, "layers pruned")
     now[0] = 90.0
     progress.show(8, "layers pruned")
     assert capsys.readouterr().err == "4/8  layers pruned, about 1 min left\n8/8  layers pruned\n"
-    assert [_reports.duration(seconds) for seconds in (0.2, 59, 61, 3599, 7800)] == [
+    assert [_checks.duration(seconds) for seconds in (0.2, 59, 61, 3599, 7800)] == [
         *("1 s", "59 s", "1 min", "1 h 0 min", "2 h 10 min")
     ]
 
@@ -269,8 +269,8 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(_reports, "SECONDS", 0)
-    progress = _reports.Progress(4)
+    monkeypatch.setattr(_checks, "SECONDS", 0)
+    progress = _checks.Progress(4)
     progress.show(3, "layers pruned")
     progress.show(4, "layers pruned")
     last = terminal.getvalue().split("\r")[-1]
@@ -280,11 +280,11 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_lines_of_progress_can_be_silenced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_reports, "SECONDS", 0)
+    monkeypatch.setattr(_checks, "SECONDS", 0)
     logger = logging.getLogger("tilesparse")
     said = []
     for level in (logging.WARNING, logging.INFO):
         logger.setLevel(level)
-        _reports.Progress(2).show(1, "layers pruned")
+        _checks.Progress(2).show(1, "layers pruned")
         said.append(capsys.readouterr().err)
     assert said[0] == "" and said[1].startswith("1/2  layers pruned, about ")

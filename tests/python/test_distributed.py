@@ -21,7 +21,7 @@ from tilesparse import BlockSparseLinear
 from tilesparse._runtime import pattern_cache
 from tilesparse.distributed import synchronize_patterns
 from tilesparse.errors import UnsupportedError, UnsynchronizedPatternError
-from tilesparse.nn import origin
+from tilesparse.nn import weight as origin
 from tilesparse.nn.weight import layer_index
 from tilesparse.train import MaskSchedule
 

@@ -538,7 +538,7 @@ def test_the_dense_policy_multiplies_by_the_dequantized_weight(device: str, name
 def test_few_tokens_on_a_gpu_are_multiplied_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product that is chosen is computed on every device, and follows pattern and scales."""
     assert not select.multiplies_as_decode(tokens(1), layer_index(make(name)))
-    monkeypatch.setattr("tilesparse._ops.linear.multiplies_as_decode", lambda x, index: True)
+    monkeypatch.setattr("tilesparse._ops.products.multiplies_as_decode", lambda x, index: True)
     layer, x = make(name), tokens(3).requires_grad_()
     for change in (
         lambda: None,

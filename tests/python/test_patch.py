@@ -36,7 +36,7 @@ from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.model.report import SkippedLayer
+from tilesparse.model.match import SkippedLayer
 from tilesparse.nn.weight import dense_blocks
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."

@@ -21,8 +21,7 @@ from tilesparse._checks import check_block_shape
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
 from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.model.match import DEFAULT_OPTIONS
-from tilesparse.model.modules import NamePattern, matching
+from tilesparse.model.match import DEFAULT_OPTIONS, NamePattern, matching
 from tilesparse.storage.formats import storage_of
 from tilesparse.tuning.product import Product
 

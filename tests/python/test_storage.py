@@ -36,7 +36,7 @@ from torch import Tensor, func
 
 from tilesparse import _C, BlockPattern, _checks, functional
 from tilesparse._checks import BLOCK_SIZES
-from tilesparse._ops.linear import linear_on
+from tilesparse._ops.products import linear_on
 from tilesparse._runtime.device import ACTIVATIONS, TENSORS
 from tilesparse._runtime.launch import use_kernel
 from tilesparse.errors import InvalidArgumentError, UnsupportedError

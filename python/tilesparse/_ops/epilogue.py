@@ -18,8 +18,15 @@ from .._runtime.layout import row_stride
 from .._runtime.pattern_cache import prepared
 from .._runtime.torch_private import current_stream, transforms_active, version
 from ..errors import InvalidArgumentError, UnsupportedError
-from .autograd import is_plain, records_gradient, transformable
-from .schemas import by_number, register, register_plainly, sdd_tn_with_bias_fake
+from .autograd import (
+    by_number,
+    is_plain,
+    records_gradient,
+    register,
+    register_plainly,
+    sdd_tn_with_bias_fake,
+    transformable,
+)
 
 _BY_PYTORCH = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 

@@ -22,13 +22,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_block_shape, check_module, checked_number
-from .._reports import MOST, listed, warn_user
+from .._checks import MOST, check_block_shape, check_module, checked_number, listed, warn_user
 from .._runtime.torch_private import exact_float32
 from ..config import BlockSparseConfig, check_of_experts
 from ..errors import InvalidArgumentError
-from ..model.modules import names_of_modules, set_submodule
-from ..nn.dense import dense_weight, is_conv1d
+from ..model.match import names_of_modules, set_submodule
 from ..nn.experts import (
     NORM,
     ExpertsLinear,
@@ -39,7 +37,7 @@ from ..nn.experts import (
     projections_of,
     reason_not_known,
 )
-from ..nn.linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
 from ..pattern import BlockPattern
 from .stream import (
     ForwardEnded,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, _belongs, _checks
-from .._checks import BLOCK_SIDES
-from .._reports import logger
+from .._checks import BLOCK_SIDES, logger
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..tuning.product import KINDS, OPS, Product, default_device, dtype_name
 

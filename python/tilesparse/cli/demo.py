@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._reports import Progress
+from .._checks import Progress
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.replace import sparsify_

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from .. import _C
-from .._reports import Progress
+from .._checks import Progress
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..tuning import measure, store
 from ..tuning.measure import milliseconds, own_numbers, product_calls

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from .._checks import check_writable
-from ..config import BlockSparseConfig
+from ..config import STORAGES, BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..io.conversion import convert
 from ..prune.driver import METHODS, prune_
-from ..storage.traits import STORAGES
 from ..tuning.advise import DENSITIES, advise
 from .command import (
     DTYPES,

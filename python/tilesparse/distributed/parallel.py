@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from .._checks import Index, Operands, check_like_product, is_inside
 from .._ops.autograd import autocast
 from .._ops.epilogue import straight_through
-from .._ops.linear import linear_on
+from .._ops.products import linear_on
 from .._runtime.device import exclusive
 from .._runtime.pattern_cache import content_of
 from ..errors import InvalidArgumentError, InvalidPatternError, UnsupportedError

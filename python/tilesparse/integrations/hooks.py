@@ -219,7 +219,7 @@ def _block_sparse_layers(model: Any) -> set[str]:
     """Return names of layers without an adapter, and without the output embedding, as PEFT has it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    from .._reports import listed, warn_user
+    from .._checks import listed, warn_user
     from ..nn.experts import ExpertsLinear
     from ..nn.linear import BlockSparseLinear
 

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from .._checks import BLOCK_SIZES, Index, Operands
 from .._ops.autograd import autocast
-from .._ops.linear import combined, linear_on
-from .._ops.products import grouped_sdd_on
+from .._ops.products import combined, grouped_sdd_on, linear_on
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..functional import sdd
 from ..nn.experts import ExpertsLinear

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from .._checks import DTYPES, check_module
 from .._files import StoredTensor, read_header
-from .._hooks import add_listener, layers_changed
 from ..config import METHOD
 from ..errors import CheckpointError, InvalidArgumentError, InvalidPatternError, UnsupportedError
 from ..io.manifest import VERSION, check_belongs, parsed_layers, section
 from ..io.reader import prepare
+from ..model.match import add_listener, layers_changed
 from ..model.replace import densify_
 from ..nn.linear import BlockSparseLinear
-from ..nn.parameters import align
-from ..nn.weight import INDEX_NAMES
+from ..nn.weight import INDEX_NAMES, align
 from ..storage.formats import STORED_NAMES, forms_of, storage_of
 
 try:

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, shown
+from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, aligned, shown
 from .._files import write_json
-from .._reports import aligned
 from .._runtime.pattern_cache import blocks_of
 from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError

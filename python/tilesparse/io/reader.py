@@ -16,11 +16,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .._checks import DTYPES, Index, checked_device
 from .._files import StoredTensor, few, in_threads, named, read_tensor, shown
-from .._hooks import check_can_change, layers_changed
 from ..config import LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError
-from ..model.modules import (
+from ..model.match import (
     Target,
+    check_can_change,
+    layers_changed,
     layers_in,
     names_of_modules,
     reason_from_parents,
@@ -28,12 +29,9 @@ from ..model.modules import (
     replace_modules,
     what_would_be_lost,
 )
-from ..nn.dense import is_conv1d
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, experts_like, projections_of, reason_not_known
-from ..nn.linear import BlockSparseLinear
-from ..nn.origin import checked_pattern
-from ..nn.parameters import resize
-from ..nn.weight import INDEX_NAMES, declare_shared, take_over, update_spec
+from ..nn.linear import BlockSparseLinear, is_conv1d
+from ..nn.weight import INDEX_NAMES, checked_pattern, declare_shared, resize, take_over, update_spec
 from ..storage.formats import STORED_NAMES, storage_of
 from .manifest import (
     CONFIG,

@@ -17,7 +17,7 @@ from ..config import METHOD
 from ..errors import CheckpointError, InvalidTypeError
 from ..integrations.hooks import configurations
 from ..nn.linear import BlockSparseLinear
-from ..nn.parameters import is_sharded
+from ..nn.weight import is_sharded
 from .manifest import (
     CONFIG,
     SAVING,

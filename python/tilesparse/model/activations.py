@@ -23,13 +23,12 @@ from ..calibrate.calibration import call_model, check_model, collected
 from ..calibrate.stream import first_of, mask_of
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..nn.dense import dense_weight, is_conv1d
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, projections_of
-from ..nn.linear import BlockSparseLinear, evaluating
+from ..nn.linear import BlockSparseLinear, dense_weight, evaluating, is_conv1d
 from ..nn.mlp import BlockSparseMLP, down_of
-from .modules import is_linear, names_of_modules
+from .match import SkippedLayer, is_linear, names_of_modules
 from .replace import sparsify_
-from .report import Report, SkippedLayer
+from .report import Report
 
 _TOKENS = 512  # of each layer that its threshold is chosen by
 _STEP = 0.05  # by which the fraction of a layer changes at a time

@@ -17,9 +17,10 @@ from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import MergedProduct, product_of, reason_not_one
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
-from ..nn.parameters import is_sharded
+from ..nn.weight import is_sharded
 from ..storage.formats import storage_of
-from .modules import (
+from .match import (
+    SkippedLayer,
     Target,
     names_of_modules,
     owners_of_parameters,
@@ -27,7 +28,7 @@ from .modules import (
     set_submodule,
     what_would_be_lost,
 )
-from .report import Report, SkippedLayer
+from .report import Report
 
 _NOT_MERGED = "product of one x"  # kind of skipped layers
 

@@ -11,23 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._checks import check_module
-from .._hooks import layers_changed
-from .._reports import listed
+from .._checks import check_module, listed
 from ..calibrate.stream import call, call_apart, device_of, listening, uncompiled
 from ..errors import InvalidArgumentError
 from ..nn.experts import ExpertsLinear, stacked_in
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.merged import product_of
-from ..nn.parameters import is_sharded
-from ..nn.weight import take_over
+from ..nn.weight import is_sharded, take_over
 from ..storage.formats import storage_of
 from ..tuning.measure import milliseconds, tune
 from ..tuning.product import Product, choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
 from .fuse import FusedEncoder, fuse_encoders, merge_layers, mlps_to_fuse, unfuse
-from .modules import check_batch, replace_modules
-from .report import Report, SkippedLayer
+from .match import SkippedLayer, check_batch, layers_changed, replace_modules
+from .report import Report
 
 _CANDIDATES = 3  # kernels to measure for each product
 _REPETITIONS = 5  # calls of the whole model

@@ -10,44 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_block_shape, check_text, shown
-from .._hooks import check_can_change, layers_changed
-from .._reports import Progress
+from .._checks import Progress, check_block_shape, check_text, shown
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError, UnsupportedError
-from ..nn.dense import best_blocks, dense_weight, is_conv1d
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, Projections, projections_of
-from ..nn.linear import BlockSparseLinear
+from ..nn.linear import BlockSparseLinear, best_blocks, dense_weight, is_conv1d
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
 from .match import (
     CannotBeCutError,
     LayerOptions,
     Match,
+    NamePattern,
     Refusal,
+    Replacement,
     Rule,
+    SkippedLayer,
+    Target,
     check_blocks_can_be_chosen,
     check_can_be_cut,
     check_can_be_ranked,
+    check_can_change,
     check_rules,
-    match_modules,
-    reason_not_patchable,
-    refusal_of,
-    rules_of,
-)
-from .modules import (
-    NamePattern,
-    Replacement,
-    Target,
     hidden_attribute,
     is_linear,
+    layers_changed,
+    match_modules,
     matching,
     names_of_modules,
     parsed,
+    reason_not_patchable,
+    refusal_of,
     replace_modules,
+    rules_of,
     weight_reads,
 )
-from .report import Report, SkippedLayer, patch_report, warn_of_empty
+from .report import Report, patch_report, warn_of_empty
 
 
 def patch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -12,13 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .._checks import check_module
-from .._reports import aligned, empty_of, empty_texts, warn_user, without_numbers
+from .._checks import aligned, check_module, empty_of, empty_texts, warn_user, without_numbers
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
 from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
-from .modules import Replacement, Target, layers_in
+from .match import Replacement, SkippedLayer, Target, by_reason, layers_in
 
 
 @dataclass(frozen=True)
@@ -71,15 +69,6 @@ class SparseLayer:
             "parameters": f"{self.before.parameters:,} → {self.after.parameters:,}",
             "bytes": f"{self.before.bytes:,} → {self.after.bytes:,}",
         }
-
-
-@dataclass(frozen=True)
-class SkippedLayer:
-    """A module that was to be changed and stays as it is: its name, its class and the reason."""
-
-    name: str
-    kind: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -266,18 +255,3 @@ def warn_of_empty(layers: Iterable[Any]) -> None:
     texts = empty_texts(layers)
     if texts:
         warn_user(f"the blocks that were chosen leave {'; '.join(texts)}")
-
-
-def by_reason(skipped: Iterable[SkippedLayer]) -> Iterator[str]:
-    """Yield a line for each reason: how many layers of which kinds, and why."""
-    groups: dict[str, list[SkippedLayer]] = {}
-    for layer in skipped:
-        groups.setdefault(layer.reason, []).append(layer)
-    for reason, group in groups.items():
-        first, counts = group[0], Counter(layer.kind for layer in group)
-        name = first.name or "the model"
-        if len(group) == 1:
-            text = f"{name} ({first.kind})"
-        else:
-            text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) + f" ({name}, …)"
-        yield f"{text}: {reason}"

@@ -13,19 +13,16 @@ from torch import Tensor, nn
 from .._checks import Operands, check_block_shape, checked_count
 from .._ops.autograd import autocast, records_gradient
 from .._ops.epilogue import combine, spread, spread_in_8_bits, straight_through
-from .._ops.linear import linear_on
+from .._ops.products import linear_on
 from .._runtime.select import multiplies_as_decode
 from .._runtime.torch_private import is_any_autocast_enabled
 from ..config import LayerSpec, check_experts
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..matrix import BlockSparseMatrix
-from ..pattern import BlockPattern, check_parts_beside
-from .dense import best_blocks
-from .linear import BlockSparseLinear, layer_of, layer_of_dense
+from ..pattern import BlockPattern, check_parts_beside, with_blocks
+from .linear import BlockSparseLinear, best_blocks, layer_of, layer_of_dense
 from .merged import concatenate
 from .mlp import gated_halves, name_of_activation
-from .parameters import is_sharded
-from .weight import StoredWeight, dense_blocks, layer_index, stored_of, update_spec
+from .weight import StoredWeight, dense_blocks, is_sharded, layer_index, stored_of, update_spec
 
 
 class BlockSparseExperts(nn.Module):
@@ -219,7 +216,7 @@ class BlockSparseExperts(nn.Module):
         found = {}
         for own, layer in self.projections().items():
             name = f"{own}_proj"
-            dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
+            dense = with_blocks(dense_blocks(layer), layer.pattern)
             weight = dense.view(self.num_experts, -1, layer.in_features)
             found[name] = weight.mT.contiguous() if self._transposed else weight
             if layer.bias is not None:

@@ -1,4 +1,4 @@
-"""`BlockSparseLinear`: construction, products and conversions."""
+"""Weights of dense layers, and the best blocks of them."""
 
 from __future__ import annotations
 
@@ -23,47 +23,134 @@ from .._checks import (
     check_block_shape,
     check_one,
     check_shapes,
+    empty_of,
     is_tensor,
     shown,
+    warn_user,
 )
 from .._ops.autograd import autocast, is_plain, records_gradient
 from .._ops.epilogue import activated, activation_code, masked, straight_through
-from .._ops.linear import combined, linear_on
-from .._ops.products import COMPRESS
-from .._reports import empty_of, warn_user
+from .._ops.products import COMPRESS, combined, linear_on
 from .._runtime.launch import thresholded
-from .._runtime.pattern_cache import prepared
+from .._runtime.pattern_cache import blocks_of, prepared
 from .._runtime.select import multiplies_compressed
 from .._runtime.torch_private import refuse_fakes, with_normal_tensors
 from ..config import LayerSpec
-from ..errors import (
-    InvalidArgumentError,
-    InvalidPatternError,
-    InvalidTypeError,
-    UnsupportedError,
-)
-from ..matrix import BlockSparseMatrix
-from ..pattern import BlockPattern, check_parts_beside, zero_outside_
+from ..errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
+from ..pattern import BlockPattern, check_parts_beside, kept_blocks, with_blocks, zero_outside_
 from ..storage.formats import forms_of, storage_of
 from ..storage.quantize import two_of_four
-from .dense import best_blocks, dense_weight, is_conv1d, linear_of, reason_not_dense
-from .loading import load
-from .origin import AVERAGES, PatternOrigin, Source, checked_pattern
-from .parameters import fill, is_everywhere, is_sharded
 from .weight import (
+    AVERAGES,
     INDEX_NAMES,
+    PatternOrigin,
+    Source,
     Stored,
     StoredWeight,
     become,
     check_trainable,
     check_whole,
+    checked_pattern,
     declare_shared,
     dense_blocks,
+    fill,
+    is_everywhere,
+    is_sharded,
     kept_mask,
     layer_index,
+    load,
     refuse_norms,
     stored_of,
 )
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return True for Transformers' Conv1D, a linear layer with weight [in_features, out_features]."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def dense_weight(linear: Any) -> Tensor:
+    """Return W [out_features, in_features] of a dense layer without gradient: a view, or a copy.
+
+    It is a copy of weights that `is_stored_otherwise`, in the dtype of the bias or PyTorch's default if they
+    have 8 bits.
+    """
+    weight: Tensor = linear.weight.detach()
+    if is_stored_otherwise(weight):
+        weight = weight.to_dense() if weight.layout != torch.strided or _is_two_of_four(weight) else weight
+        dtype = torch.get_default_dtype() if linear.bias is None else linear.bias.dtype
+        weight = weight.to(dtype) if weight.dtype in _FLOAT8 else weight
+    return weight.T if is_conv1d(linear) else weight
+
+
+_SPARSE = (torch.sparse_bsr, torch.sparse_csr, torch.sparse_bsc, torch.sparse_csc, torch.sparse_coo)
+
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+def is_stored_otherwise(weight: Tensor) -> bool:
+    """Return True for a weight that is no plain tensor, or not of a dtype that layers have."""
+    plain = type(weight.detach()) is Tensor or is_sharded(weight)
+    return not plain or weight.layout != torch.strided or weight.dtype not in DTYPES
+
+
+def reason_not_dense(weight: Tensor) -> str | None:
+    """Say why a weight that `is_stored_otherwise` has no dense form that is known here, or return None."""
+    if not is_stored_otherwise(weight):
+        return None
+    kind = type(weight.detach())
+    if kind is not Tensor and not is_sharded(weight) and not _is_two_of_four(weight):
+        return f"its weight is a {kind.__module__}.{kind.__name__}; make it a plain tensor first"
+    if weight.layout not in (torch.strided, *_SPARSE):
+        return f"its weight has the layout {weight.layout}; make it dense first"
+    if weight.dtype not in (*DTYPES, *_FLOAT8):
+        return f"its weight is {weight.dtype}, for which there are no sparse layers"
+    return None
+
+
+def _is_two_of_four(weight: Tensor) -> bool:
+    return isinstance(weight, torch.sparse.SparseSemiStructuredTensor)
+
+
+def linear_of(weight: Tensor, like: Any) -> nn.Linear:
+    """Return a dense layer of this weight and of copies of another layer's bias and flags."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, like.bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, like.weight.requires_grad)
+    if like.bias is not None:
+        linear.bias = nn.Parameter(like.bias.detach().clone(), like.bias.requires_grad)
+    return linear.train(like.training)
+
+
+def best_blocks(
+    weight: Tensor,
+    scores: Tensor | None,
+    density: float,
+    block_shape: tuple[int, int],
+    parts: tuple[int, int],
+) -> BlockPattern:
+    """Return the pattern of the blocks with the highest scores, by default their Frobenius norms."""
+    if weight.is_meta and scores is None:
+        raise InvalidArgumentError(
+            "linear must not be on the meta device, where there is nothing to score; give pattern"
+        )
+    grid = check_shapes(weight.shape, block_shape)[2]
+    if scores is None:
+        if bool(weight.isnan().any()):
+            raise InvalidArgumentError(
+                "linear must not hold NaN in its weight, which cannot be ranked; give pattern"
+            )
+        return BlockPattern.from_dense(weight, block_shape=block_shape, density=density, parts=parts)
+    if scores.shape == weight.shape:
+        precision = torch.promote_types(scores.dtype, torch.float32)
+        scores = blocks_of(scores, block_shape).sum((2, 3), dtype=precision)
+    if scores.shape != grid:
+        raise InvalidArgumentError(
+            f"scores must have shape {grid} or {tuple(weight.shape)}, got {tuple(scores.shape)}"
+        )
+    return BlockPattern.from_scores(scores, block_shape=block_shape, density=density, parts=parts)
+
 
 _Layer = TypeVar("_Layer", bound="BlockSparseLinear")
 
@@ -304,7 +391,7 @@ class BlockSparseLinear(StoredWeight):
 
     def to_linear(self) -> nn.Linear:
         """Return the dense layer with the same weight, zero where no block is kept; parameters are copies."""
-        return linear_of(BlockSparseMatrix(dense_blocks(self, "to_linear"), self.pattern).to_dense(), self)
+        return linear_of(with_blocks(dense_blocks(self, "to_linear"), self.pattern), self)
 
     @torch.no_grad()
     def cut(self: _Layer, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> _Layer:
@@ -699,9 +786,9 @@ def layer_of_dense(
     if pattern.shape != dense.shape:
         raise InvalidArgumentError(f"pattern must have shape {tuple(dense.shape)}, got {pattern.shape}")
     plain, on_device = spec.with_storage("plain"), pattern.to(dense.device)
-    tensors = {"weight": BlockSparseMatrix.from_dense(dense, on_device).values}
+    tensors = {"weight": kept_blocks(dense, on_device)}
     if spec.nm is not None:
-        by_block = None if scores is None else BlockSparseMatrix.from_dense(scores, on_device).values
+        by_block = None if scores is None else kept_blocks(scores, on_device)
         tensors["mask"] = chosen_mask(tensors["weight"], by_block, spec.transposable)
     if bias is not None:
         tensors["bias"] = bias.detach().flatten().to(spec.dtype, copy=True)

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from .._checks import shown
 from .._ops.autograd import autocast
 from .._ops.epilogue import constant
-from .._ops.linear import combined
+from .._ops.products import combined
 from .._runtime.device import ACTIVATIONS
 from .._runtime.torch_private import exact_float32
 from ..errors import InvalidArgumentError, UnsupportedError

@@ -11,10 +11,8 @@ from .._runtime.launch import thresholded
 from ..errors import InvalidArgumentError, InvalidTypeError
 from ..functional import quantize_activations
 from ..storage.formats import storage_of
-from .dense import linear_of
-from .linear import BlockSparseLinear, representation
-from .parameters import note_owner
-from .weight import dense_blocks
+from .linear import BlockSparseLinear, linear_of, representation
+from .weight import dense_blocks, note_owner
 
 
 class ReferenceBlockSparseLinear(nn.Module):

@@ -1,23 +1,373 @@
-"""`StoredWeight`: the kept blocks of W, their pattern and storage, and functions that change both."""
+"""`StoredWeight`: the kept blocks of W, their pattern and its origin, their storage and loading."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
+from enum import Enum
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .._checks import Index, check_policy
-from .._runtime.torch_private import constant_when_compiled, with_normal_tensors
-from ..config import LayerSpec
-from ..errors import InvalidArgumentError, UnsupportedError
+from .._checks import ALIGNMENT, Index, check_policy, is_inside, shown
+from .._files import checksum
+from .._runtime.pattern_cache import update_of
+from .._runtime.torch_private import (
+    constant_when_compiled,
+    default_store,
+    is_exporting,
+    transforms_active,
+    version,
+    with_normal_tensors,
+)
+from ..config import PER_FEATURE, STORED_DTYPES, LayerSpec
+from ..errors import (
+    InvalidArgumentError,
+    InvalidPatternError,
+    PatternChangedError,
+    UnsupportedError,
+    UnsynchronizedPatternError,
+)
 from ..pattern import BlockPattern, index_of
 from ..storage.formats import STORED_NAMES, forms_of, granularity_of, storage_of
-from ..storage.traits import PER_FEATURE
-from .origin import PatternOrigin, Source, has_peers
-from .parameters import check_weight, is_sharded, note_owner, resize, with_contents, zeros_like
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return True for a DTensor; not every build of PyTorch has the class."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_everywhere(tensor: Any) -> bool:
+    """Return True if every process has a shard of the tensor."""
+    return is_sharded(tensor) and tensor.device_mesh.size() == torch.distributed.get_world_size()
+
+
+def zeros_like(tensor: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros of another shape, sharded as the tensor is; `Tensor.new_zeros` replicates them."""
+    if not is_sharded(tensor):
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    from torch.distributed.tensor import zeros
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return zeros(shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
+
+
+def with_contents(moved: Tensor, old: Tensor) -> Tensor:
+    """Return a moved tensor with the contents and dtype of the old one; zeros if that was on meta."""
+    return torch.zeros_like(moved, dtype=old.dtype) if old.is_meta else old.to(moved.device, copy=True)
+
+
+@torch.no_grad()
+def fill(target: Tensor, whole: Tensor) -> None:
+    """Write a whole tensor to the target; to a sharded one, this process's shard of it."""
+    if not is_sharded(target):
+        target.copy_(whole)
+        return
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = (getattr(target, name) for name in ("device_mesh", "placements"))
+    here = whole.to(target.device)
+    everywhere = DTensor.from_local(here, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    target.copy_(everywhere.redistribute(placements=placements))
+
+
+def align(layer: nn.Module) -> None:
+    """Copy tensors of a layer that kernels cannot read where they lie, as in files that were mapped."""
+    held: dict[str, Any] = {**layer._parameters, **layer._buffers}
+    for name, tensor in held.items():
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+        if not is_plain or tensor.data_ptr() % ALIGNMENT == 0:
+            continue
+        if name in layer._parameters:
+            tensor.data = tensor.detach().clone()
+        else:
+            layer._buffers[name] = tensor.clone()
+
+
+def resize(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter data of another shape, and no gradient.
+
+    As long as a graph lives that was recorded before, such as that of the last step's loss, PyTorch takes
+    gradients for the shape of that time. It forgets this shape where the dtype changes.
+    """
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_check_states))
+    _resized[parameter] = None
+    parameter.grad = None
+    other = torch.float16 if data.dtype != torch.float16 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
+
+
+_resized: Any = WeakIdKeyDictionary()  # weights whose states are checked before every step of an optimizer
+_hooks: list[Any] = []  # one, for all optimizers, from the first resized weight on
+
+
+def has_slots(state: Tensor, weight: Tensor) -> bool:
+    """Return True if a state has one part for each block of a weight [nnz, bn, bk].
+
+    Moments have the weight's shape, factored ones have 1 in place of some dimensions, or leave them out.
+    """
+    nnz, bn, bk = weight.shape
+    factored = {(nnz, bn, 1), (nnz, 1, bk), (nnz, 1, 1), (nnz, bn), (nnz, bk), (nnz,)}
+    return state.shape == weight.shape or tuple(state.shape) in factored
+
+
+def _check_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise PatternChangedError, before anything is written, for states of another number of blocks."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight in _resized]
+    for weight in weights:
+        for name, state in optimizer.state.get(weight, {}).items():
+            if isinstance(state, Tensor) and state.numel() != 1 and not has_slots(state, weight):
+                raise PatternChangedError(
+                    f"{type(optimizer).__name__} keeps {name!r} of shape {list(state.shape)} for a "
+                    f"block-sparse weight that now is {list(weight.shape)}: its number of blocks changed; "
+                    "build the optimizer again, or load its own state_dict after that of the model"
+                )
+
+
+_owners: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ids of weights, perhaps former ones
+
+
+def check_weight(layer: Any, weight: object) -> None:
+    """Refuse a weight that another layer has, with another pattern, and None."""
+    if not isinstance(weight, Tensor):
+        raise InvalidArgumentError(f"weight must be a Parameter [nnz, bn, bk], got {shown(weight)}")
+    other: Any = _owners.get(id(weight))
+    if other is not layer and hasattr(other, "_pattern_if_any") and other._parameters.get("weight") is weight:
+        mine, theirs = layer._pattern_if_any(), other._pattern_if_any()
+        if mine is not None and theirs is not None and mine != theirs:
+            raise InvalidArgumentError(
+                "weight must not be that of a layer with another pattern, whose blocks lie elsewhere, got "
+                f"{theirs} for {mine}; assign layer.pattern first"
+            )
+
+
+def note_owner(layer: nn.Module) -> None:
+    """Have `torch.nn.init` know the layer by its weight."""
+    weight = layer._parameters.get("weight")
+    if weight is not None:
+        _owners[id(weight)] = layer
+
+
+def _owner_of(tensor: Tensor) -> Any:
+    """Return the layer of a weight, or of its ``data``."""
+    if tensor.dim() != 3:
+        return None
+    for reference in _owners.valuerefs():
+        layer: Any = reference()
+        weight = None if layer is None else layer._parameters.get("weight")
+        if weight is tensor or _is_data_of(weight, tensor):
+            return layer
+    return None
+
+
+def _is_data_of(weight: Tensor | None, tensor: Tensor) -> bool:
+    if weight is None or weight.shape != tensor.shape or weight.is_meta or weight.device != tensor.device:
+        return False
+    return not is_sharded(weight) and not is_sharded(tensor) and weight.data_ptr() == tensor.data_ptr() != 0
+
+
+def _fans(calculate: Callable[[Tensor], tuple[int, int]], tensor: Tensor) -> tuple[int, int]:
+    layer = _owner_of(tensor)
+    if layer is None:
+        return calculate(tensor)
+    kept = tensor.numel() if getattr(layer, "nm", None) is None else tensor.numel() // 2
+    fan_out = kept / (layer.in_features * getattr(layer, "experts", 1))
+    return max(1, round(kept / layer.out_features)), max(1, round(fan_out))
+
+
+def _refuse(initialise: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    if _owner_of(tensor) is not None:
+        raise UnsupportedError(
+            f"torch.nn.init.{initialise.__name__} takes the kept blocks [nnz, bn, bk] for another kind of "
+            "weight; initialise an nn.Linear and convert it by BlockSparseLinear.from_linear"
+        )
+    return initialise(tensor, *args, **options)
+
+
+for _name, _adaptation in (
+    ("_calculate_fan_in_and_fan_out", _fans),
+    ("orthogonal_", _refuse),
+    ("dirac_", _refuse),
+):
+    _function: Callable[..., Any] = getattr(torch.nn.init, _name)
+    setattr(torch.nn.init, _name, wraps(_function)(partial(_adaptation, _function)))
+
+
+class Source(Enum):
+    """Origin of a pattern."""
+
+    SHARED = "every process is known to have it, or there is one process"
+    OWN = "this process, so that others may have another one"
+    MISSING = "nowhere yet"
+    CHANGED = "this process, since all had one pattern: others must have changed theirs alike"
+    LOADED = "a file or another process, of which the others are to be told"
+
+
+AVERAGES = (  # what to do about them
+    "averages of all buffers change it: use tilesparse.train.AveragedModel, or leave buffers out, as "
+    "use_buffers=False does"
+)
+
+
+class PatternOrigin:
+    """The source of a pattern, with the versions that its tensors had when this was recorded."""
+
+    def __init__(self, source: Source, index: Index, *, copied: bool = False) -> None:
+        """Record the tensors' versions, and of a ``copied`` layer their contents, for `not_averaged`."""
+        self.source = source
+        self._recorded = [(tensor, version(tensor)) for tensor in index[:3]]
+        self.copied = copied and source is not Source.MISSING and not index.col_indices.is_meta
+        self._contents = torch.cat(index[:3]).detach() if self.copied else None
+        # Whether a call has something to validate.
+        self.pending = self.copied or source is not Source.SHARED
+
+    @classmethod
+    def loaded(cls, index: Index, *, copied: bool = False) -> PatternOrigin:
+        """Return the origin of a pattern that was read from a file or received."""
+        return cls(Source.LOADED if has_peers() else Source.SHARED, index, copied=copied)
+
+    def updated(self, index: Index) -> PatternOrigin:
+        """Return the origin once this process wrote a pattern: where others train, theirs may differ now."""
+        source = Source.OWN if self.source is Source.MISSING else self.source
+        if source is Source.SHARED and has_peers():
+            source = Source.CHANGED
+        return PatternOrigin(source, index, copied=self.copied)
+
+    def not_averaged(self, index: Index) -> PatternOrigin:
+        """Return the origin once a copied layer is known to have no average of patterns; waits for a GPU.
+
+        An average of integers is computed in float32 and rounded down: some of 11, 22, 29 … become one less,
+        with a decay of .9999. Where there are few blocks, that is a pattern again.
+
+        Raises:
+            InvalidPatternError: the pattern was averaged.
+        """
+        if self._contents is None or self._is_unchanged(index) or transforms_active() or is_exporting():
+            return self
+        now = torch.cat(index[:3])
+        if now.shape == self._contents.shape:
+            lost = self._contents - now
+            if ((lost == 0) | (lost == 1)).all() & lost.any():
+                raise InvalidPatternError(f"pattern was averaged; {AVERAGES}")
+        return PatternOrigin(self.source, index, copied=True)
+
+    def lacks_pattern(self, index: Index) -> bool:
+        """Return True if the pattern has no contents; waits for a GPU where they have to be looked at."""
+        return self.source is Source.MISSING and (index.col_indices.is_meta or self._is_blank(index))
+
+    def filled(self, index: Index) -> PatternOrigin:
+        """Return the origin of buffers that were filled since the layer left the meta device.
+
+        Raises:
+            InvalidPatternError: nothing was written to them, or what was written is not a pattern.
+        """
+        if transforms_active():  # their tensors have no contents to check
+            return self
+        if self._is_blank(index):
+            raise InvalidPatternError(
+                "pattern is missing: the layer left the meta device empty; call load_state_dict or "
+                "reset_parameters, or assign layer.pattern"
+            )
+        checked_pattern(index)
+        return PatternOrigin.loaded(index)
+
+    def agreed(self, index: Index) -> PatternOrigin:
+        """Return the origin once the other processes are known to have the same pattern.
+
+        Raises:
+            UnsynchronizedPatternError: another process has drawn another pattern.
+        """
+        alone = self._is_unchanged(index)
+        if self.source is Source.CHANGED and not alone:
+            pass  # DistributedDataParallel has broadcast it, or another broadcast has
+        elif self.source in (Source.OWN, Source.CHANGED) and alone:
+            check_agreement(index)
+        else:  # written by a broadcast or read from a file: processes without may have to know
+            publish(index)
+        return PatternOrigin(Source.SHARED, index)
+
+    def _is_blank(self, index: Index) -> bool:
+        """Return True for the zeros with which a layer leaves the meta device."""
+        return self._is_unchanged(index) and len(index.col_indices) > 0 and not index.crow_indices.any()
+
+    def _is_unchanged(self, index: Index) -> bool:
+        for place, (recorded, count) in enumerate(self._recorded):
+            if index[place] is not recorded or version(recorded) != count:
+                return False
+        return True
+
+
+def checked_pattern(index: Index) -> BlockPattern:
+    """Return a copy on the CPU of what the tensors hold, or raise if that is not a pattern."""
+    crow, col, slot, shape, block_shape = index
+    return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot, device="cpu")
+
+
+def has_peers() -> bool:
+    """Return True if other processes may train with this one."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+PATIENCE = timedelta(minutes=2)  # the first step of another process may compile
+_REMEDY = (
+    "call tilesparse.distributed.synchronize_patterns(model) before training, or let DistributedDataParallel "
+    "broadcast buffers"
+)
+_counted: tuple[Any, int] = None, 0  # the store, and how many layers were published in it
+
+
+def publish(index: Index) -> str:
+    """Tell the other processes the checksum of a pattern; return its key, but for the rank at the end.
+
+    Layers are known by the order of their first training steps, which processes of one training share.
+    """
+    global _counted
+    store = default_store()
+    count = _counted[1] if _counted[0] is store else 0
+    _counted = store, count + 1
+    key = f"tilesparse/pattern/{count}/"
+    if store is not None:
+        said = f"{index.shape} in {index.block_shape}: {checksum(torch.cat(index[:3]))}"
+        store.set(f"{key}{dist.get_rank()}", said)
+    return key
+
+
+def check_agreement(index: Index) -> None:
+    """Raise UnsynchronizedPatternError unless all processes have this pattern.
+
+    Checksums go through the store of ``torch.distributed``, not through collectives: a process that trains
+    other layers makes the others raise after a while, not wait for ever, and disturbs no collective of the
+    training.
+    """
+    key, store, ranks = publish(index), default_store(), range(dist.get_world_size())
+    if store is None:
+        raise UnsynchronizedPatternError(f"pattern was drawn in this process only; {_REMEDY}")
+    try:
+        store.wait([f"{key}{rank}" for rank in ranks], PATIENCE)
+    except RuntimeError as error:
+        silent = [rank for rank in ranks if not store.check([f"{key}{rank}"])]
+        raise UnsynchronizedPatternError(
+            f"pattern was drawn in this process only, and processes {silent} have not said within "
+            f"{PATIENCE.seconds} s which one they have; {_REMEDY}"
+        ) from error
+    own = store.get(f"{key}{dist.get_rank()}")
+    others = [rank for rank in ranks if store.get(f"{key}{rank}") != own]
+    if others:
+        raise UnsynchronizedPatternError(
+            f"pattern was drawn in this process only, and processes {others} have another one; {_REMEDY}"
+        )
+
 
 INDEX_NAMES = ("crow_indices", "col_indices", "slot")
 # What a layer takes over from another one of its shape: all but hooks and mode.
@@ -527,3 +877,132 @@ def keep_blocks(layer: StoredWeight, slots: Tensor) -> None:
     for name in INDEX_NAMES:
         layer._buffers[name] = getattr(kept, name)
     layer._origin = layer._origin.updated(layer_index(layer))
+
+
+def load(
+    layer: StoredWeight,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    others: tuple[Any, ...],
+    load: Callable[[], Any],
+) -> None:
+    """Check a layer's entries of a state dict, make room for them, and have PyTorch ``load`` them.
+
+    ``others``: what `torch.nn.Module` passes on: metadata first, and the list of errors last.
+    """
+    noted, *_, errors = others
+    own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+    try:
+        pattern, granularity = _checked(layer, own, noted)
+        if pattern is not None:
+            make_room(layer, pattern, own, granularity)
+    except (ValueError, TypeError, RuntimeError) as error:
+        errors.append(f"{prefix}{error}")
+        for name in [name for name in state_dict if name.startswith(f"{prefix}parametrizations.")]:
+            del state_dict[name]  # PyTorch's copy: what parametrizes the weight is not loaded, either
+        return
+    with nullcontext() if pattern is None or layer.slot.is_meta else update_of(layer_index(layer)):
+        load()
+    align(layer)  # what was assigned
+    if pattern is not None and not layer.slot.is_meta:
+        for name in INDEX_NAMES:  # those assigned may have another dtype
+            if layer.get_buffer(name).dtype != torch.int32:
+                layer._buffers[name] = getattr(pattern, name).to(layer.slot.device)
+        layer._origin = PatternOrigin.loaded(layer_index(layer), copied=layer._origin.copied)
+
+
+def _checked(
+    layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]
+) -> tuple[BlockPattern | None, str | None]:
+    """Return the pattern of a saved layer, None without one, and what has a scale of its own; all fits."""
+    for name in ("weight", "bias", *INDEX_NAMES, *STORED_NAMES):
+        if name in state and not isinstance(state[name], Tensor):
+            raise InvalidArgumentError(f"{name} must be a tensor, got {type(state[name]).__name__}")
+    _check_activations(layer, state, noted)
+    # With parametrizations and the like the weight has other names.
+    there = [name for name in state if name.startswith(("weight", "parametrizations.weight."))]
+    there += [name for name in INDEX_NAMES if name in state]
+    spec, pattern = layer.spec, None
+    if there:
+        pattern = _checked_pattern(layer, state, there[0])
+        granularity = granularity_of(state.get("scales", layer.scales), layer.activations)
+        spec = replace(spec, nnz=pattern.nnz, block_shape=pattern.block_shape, granularity=granularity)
+        if layer._shard is not None:
+            layer._shard.check(pattern)
+    _check_shapes(layer, state, spec)
+    return pattern, spec.granularity
+
+
+def _checked_pattern(layer: StoredWeight, state: Mapping[str, Any], there: str) -> BlockPattern:
+    for name in INDEX_NAMES:
+        if name not in state:
+            raise InvalidArgumentError(
+                f"{name} is missing, but {there} is there; a weight is loaded with its pattern"
+            )
+    weight, spec = state.get("weight"), layer.spec
+    if weight is not None and weight.dim() != 3:
+        raise InvalidArgumentError(f"weight must be [nnz, bn, bk], got shape {tuple(weight.shape)}")
+    _check_stored(layer, state)
+    storage, block_shape = storage_of(spec.storage), spec.block_shape
+    if weight is not None:
+        block_shape = storage.block_shape(weight, spec.nm)
+    crow, col, slot = (state[name] for name in INDEX_NAMES)
+    pattern = checked_pattern(Index(crow, col, slot, spec.shape, block_shape))
+    shape, own = (pattern.nnz, *pattern.block_shape), spec.values_shape
+    if shape != own and (weight is None or type(layer._parameters.get("weight")) is not nn.Parameter):
+        raise InvalidArgumentError(
+            f"col_indices must have {own[0]} blocks of {own[1:]}, because the weight is not a plain "
+            f"parameter whose shape can change, got {shape[0]} of {shape[1:]}"
+        )
+    return pattern
+
+
+def _check_stored(layer: StoredWeight, state: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError unless the state is stored as the layer is."""
+    own = f"the layer has nm={layer.nm} and storage {layer.storage!r}"
+    for name in STORED_NAMES:
+        if (name in state) != (layer._buffers[name] is not None):
+            given = "is there" if name in state else "is missing"
+            raise InvalidArgumentError(
+                f"{name} {given}, but {own}; call to_storage or set_nm to have them alike"
+            )
+    weight = state.get("weight")
+    dtypes = {layer.weight.dtype if weight is None else weight.dtype, layer.weight.dtype}
+    if len(dtypes) > 1 and not dtypes.isdisjoint(STORED_DTYPES):
+        raise InvalidArgumentError(f"weight must be {layer.weight.dtype}, got {state['weight'].dtype}; {own}")
+
+
+def _check_activations(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError unless scales are of features where the layer's are, and only there.
+
+    A state dict without metadata tells by their number alone.
+    """
+    scales, mine = state.get("scales"), layer.activations
+    if scales is None or layer.scales is None:
+        return
+    of_features = tuple(scales.shape) == (layer.out_features,)
+    if mine is not None and is_inside(layer.scales):
+        of_features = is_inside(scales) and scales.shape[1] == 1
+    if mine is None:  # those of blocks may be as many
+        of_features = of_features and len(state.get("col_indices", ())) != layer.out_features
+    saved = noted.get("activations") if "version" in noted else mine
+    if of_features != (mine is not None) or saved != mine:
+        wanted = "[nnz, bn] or [nnz]" if mine is None else "[out_features]"
+        wanted = "[nnz, 1]" if mine is not None and is_inside(layer.scales) else wanted
+        raise InvalidArgumentError(
+            f"scales must be {wanted} of a layer with activations={mine!r}, got shape "
+            f"{tuple(scales.shape)} and activations={saved!r}; call to_storage to have them alike"
+        )
+
+
+def _check_shapes(layer: StoredWeight, state: Mapping[str, Any], spec: LayerSpec) -> None:
+    shapes = {name: shape for name, (shape, _) in forms_of(spec).items()}
+    for name, expected in (*shapes.items(), ("bias", (layer.out_features,))):
+        if name in state and state[name].shape != expected:
+            raise InvalidArgumentError(f"{name} must have shape {expected}, got {tuple(state[name].shape)}")
+        mine = layer._parameters.get(name, layer._buffers.get(name))
+        if name in state and mine is not None and is_sharded(mine) and not is_sharded(state[name]):
+            raise InvalidArgumentError(
+                f"{name} must be a DTensor, because the layer is sharded, got a plain tensor; use "
+                "set_model_state_dict of torch.distributed.checkpoint"
+            )

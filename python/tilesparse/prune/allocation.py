@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_number
-from .._reports import Progress, aligned
+from .._checks import Progress, aligned, as_number
 from ..calibrate.calibration import (
     DAMPING,
     Calibration,
@@ -30,6 +29,7 @@ from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
 from ..errors import InvalidArgumentError
 from ..model.match import (
+    SkippedLayer,
     block_shape_of,
     checked_config,
     checked_configs,
@@ -40,8 +40,7 @@ from ..model.match import (
     reasons,
     shape_of,
 )
-from ..model.report import SkippedLayer
-from ..nn.dense import dense_weight
+from ..nn.linear import dense_weight
 from ..storage.formats import forms_of
 from ..tuning.advise import AdviceReport
 from .driver import Pruner

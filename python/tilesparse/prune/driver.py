@@ -25,9 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_flag, check_shapes, checked_number, shown
-from .._hooks import check_can_change, layers_changed
-from .._reports import Progress, empty_of, listed, warn_user
+from .._checks import Progress, check_flag, check_shapes, checked_number, empty_of, listed, shown, warn_user
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import (
     DAMPING,
@@ -51,22 +49,25 @@ from ..calibrate.calibration import (
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError
-from ..matrix import BlockSparseMatrix
 from ..model.match import (
     STAYS_DENSE,
     Filter,
+    Target,
     block_shape_of,
+    check_can_change,
     checked_config,
     chosen_layers,
+    hidden_attribute,
+    layers_changed,
+    names_of_modules,
     naming_layer,
     reasons,
     reasons_against_experts,
+    replace_modules,
 )
-from ..model.modules import Target, hidden_attribute, names_of_modules, replace_modules
 from ..model.report import DenseParameter, Report, patch_report, warn_of_empty
-from ..nn.dense import dense_weight, is_conv1d
-from ..nn.linear import BlockSparseLinear
-from ..pattern import BlockPattern
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d
+from ..pattern import BlockPattern, kept_blocks
 from ..storage.formats import storage_of
 from ..storage.quantize import two_of_four
 
@@ -140,10 +141,10 @@ class Pruner:
         if refit and self._bias is not None:
             bias = self._bias + (self._weight - weight) @ self._mean
         dtype = self._dense.dtype
-        values = BlockSparseMatrix.from_dense(weight.to(dtype), pattern).values
+        values = kept_blocks(weight.to(dtype), pattern)
         mask = None
         if config.nm is not None:
-            mask = BlockSparseMatrix.from_dense(kept.float(), pattern).values.bool()
+            mask = kept_blocks(kept, pattern)
         before = self._error(torch.where(kept, self._dense, 0), self._dense_bias)
         solution = Solution(
             pattern.to("cpu"),

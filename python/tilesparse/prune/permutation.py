@@ -9,16 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import shown
-from .._reports import Progress
+from .._checks import Progress, shown
 from ..calibrate.calibration import DAMPING, Calibration, Forward, Moments, call_model, check_model, collected
 from ..calibrate.stream import chosen_device, differences, observing, restoring, swapped, tensors_in
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
-from ..model.match import block_shape_of, checked_config, checked_configs, shape_of
-from ..model.modules import names_of_modules, owners_of_parameters
+from ..model.match import (
+    block_shape_of,
+    checked_config,
+    checked_configs,
+    names_of_modules,
+    owners_of_parameters,
+    shape_of,
+)
 from ..model.report import Report
-from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.linear import dense_weight, is_conv1d, is_stored_otherwise
 from .driver import Pruner
 
 # Names of layers within a feed-forward network: those that give hidden features, and the one that takes them.

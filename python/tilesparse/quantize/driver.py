@@ -9,14 +9,23 @@ import torch
 from torch import nn
 
 from .._checks import check_flag, shown
-from .._hooks import check_can_change, layers_changed
 from ..calibrate.calibration import call_model, check_model, collected, warn_of_few_tokens
 from ..calibrate.stream import chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..model.match import STAYS_DENSE, refusal_of, rules_of
-from ..model.modules import matching, names_of_modules, owners_of_parameters
-from ..model.report import Report, SkippedLayer, by_reason
+from ..model.match import (
+    STAYS_DENSE,
+    SkippedLayer,
+    by_reason,
+    check_can_change,
+    layers_changed,
+    matching,
+    names_of_modules,
+    owners_of_parameters,
+    refusal_of,
+    rules_of,
+)
+from ..model.report import Report
 from ..nn.experts import ExpertsLinear, stacked_parameters
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import check_whole, take_over

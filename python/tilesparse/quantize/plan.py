@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._reports import Progress
+from .._checks import Progress
 from ..calibrate.calibration import (
     Calibration,
     Damped,
@@ -26,11 +26,10 @@ from ..calibrate.calibration import (
 )
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..matrix import BlockSparseMatrix
 from ..model.match import naming_layer
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import dense_blocks
-from ..pattern import BlockPattern
+from ..pattern import BlockPattern, kept_blocks, with_blocks
 from ..storage.formats import QuantizedStorage, storage_of
 from ..storage.quantize import CLIP_RATIOS
 
@@ -120,7 +119,7 @@ class Task(NamedTuple):
     def weight(self, name: str) -> Tensor:
         """Return a float32 copy of a layer's W [out_features, in_features] on the device."""
         layer = self.layer(name)
-        dense = BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
+        dense = with_blocks(dense_blocks(layer), layer.pattern)
         return dense.to(self.device, torch.float32)
 
 
@@ -288,7 +287,7 @@ def round_weight(
     Errors are measured by ``second``; ``moment`` is the same, damped, by which columns make up for others. No
     row is worse than rounded to the nearest.
     """
-    blocks = BlockSparseMatrix.from_dense(weight, pattern).values
+    blocks = kept_blocks(weight, pattern)
     limits = storage.limits_of(blocks)
     plain = _Rounded(storage.rounded(blocks, limits), limits, limits < blocks.abs().amax(-1))
     with exact_products(weight.device):
@@ -328,7 +327,7 @@ def _in_order(weight: Tensor, pattern: BlockPattern, moment: Damped, storage: Qu
             rounded[rows, columns[own]] = stored
             largest[rows, number], limits[rows, number] = of_rows[:, None], chosen[:, None]
             left[:, behind] -= errors @ inverse[own, behind]
-    blocks = BlockSparseMatrix.from_dense(rounded, pattern).values
+    blocks = kept_blocks(rounded, pattern)
     limits, largest = _of_blocks(limits, pattern), _of_blocks(largest, pattern)
     return _Rounded(blocks, limits, limits < largest)
 
@@ -363,7 +362,7 @@ def _best_of(
 
 def _errors(weight: Tensor, blocks: Tensor, pattern: BlockPattern, second: Tensor) -> Tensor:
     """Return ‖X (w - ŵ)‖² / tokens [out_features] of a weight's rows."""
-    return _output(weight - BlockSparseMatrix(blocks, pattern).to_dense(), second)
+    return _output(weight - with_blocks(blocks, pattern), second)
 
 
 def _output(weight: Tensor, second: Tensor) -> Tensor:

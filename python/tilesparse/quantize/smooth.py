@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from ..calibrate.calibration import Calibration, check_inputs, exact_products
 from ..calibrate.stream import Input, differences
 from ..errors import InvalidArgumentError
-from ..model.modules import names_of_modules, owners_of_parameters
-from ..nn.dense import dense_weight, is_conv1d, is_stored_otherwise
-from ..nn.linear import BlockSparseLinear
-from ..nn.parameters import is_sharded
+from ..model.match import names_of_modules, owners_of_parameters
+from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d, is_stored_otherwise
+from ..nn.weight import is_sharded
 from ..storage.formats import QuantizedStorage, storage_of
 from ..storage.quantize import clip_limits
 from .plan import Plan, Task, inverse_norms

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module, checked_count, checked_number
-from .._reports import Progress, listed, warn_user
+from .._checks import Progress, check_module, checked_count, checked_number, listed, warn_user
 from ..calibrate.stream import (
     Call,
     Stream,
@@ -33,9 +32,9 @@ from ..calibrate.stream import (
     tensor_of,
 )
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..model.report import Report, SkippedLayer
-from ..nn.dense import is_conv1d
-from ..nn.linear import BlockSparseLinear
+from ..model.match import SkippedLayer
+from ..model.report import Report
+from ..nn.linear import BlockSparseLinear, is_conv1d
 from .distillation import Forward, _alike, _without_padding, autocasting, check_autocast
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._checks import COMPRESSIBLE, DTYPES, PACKED, SCALED, is_inside
 from .._ops.epilogue import masked
 from .._runtime.device import SCALES_PER_FEATURE, SCALES_PER_ROW
+from ..config import PER_FEATURE, Traits, traits_of
 from .quantize import (
     clamped_scales,
     compress,
@@ -21,7 +22,6 @@ from .quantize import (
     rounded,
     row_scales,
 )
-from .traits import PER_FEATURE, Traits, traits_of
 
 if TYPE_CHECKING:
     from ..config import LayerSpec

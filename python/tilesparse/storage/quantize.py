@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._checks import LARGEST, PACKED, check_content, check_values, shown
 from .._ops.products import COMPRESS, dequantize_values, row_scales_on
+from ..config import GRANULARITIES, PER_FEATURE
 from ..errors import InvalidArgumentError
 from ..pattern import BlockPattern
-from .traits import GRANULARITIES, PER_FEATURE
 
 # Least and largest number of each stored dtype with scales, of int4 by its largest scale.
 _BOUNDS = {**{dtype: (-largest, largest) for dtype, largest in LARGEST.items()}, PACKED: (-8.0, 7.0)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._checks import check_module, checked_fraction
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..model.modules import NamePattern
+from ..model.match import NamePattern
 from ..nn.linear import BlockSparseLinear
 from ..storage.formats import storage_of
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from .._runtime.pattern_cache import content_of
+from ..config import STORED_DTYPES
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import layer_index, make_room
-from ..storage.traits import STORED_DTYPES
 from ._layers import check_plain_storage, sparse_layers
 
 

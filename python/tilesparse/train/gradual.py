@@ -14,8 +14,7 @@ from torch.nn.utils import parametrize
 from .._checks import checked_count, checked_fraction, checked_number
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
-from ..nn.origin import has_peers
-from ..nn.weight import keep_blocks
+from ..nn.weight import has_peers, keep_blocks
 from ..storage.formats import storage_of
 from ._layers import (
     Layers,

@@ -15,9 +15,7 @@ from .._checks import checked_count, checked_fraction, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
-from ..nn.origin import has_peers
-from ..nn.parameters import has_slots
-from ..nn.weight import declare_shared, is_shared, observe
+from ..nn.weight import declare_shared, has_peers, has_slots, is_shared, observe
 from ._layers import (
     Layers,
     Uncopied,

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._checks import check_block_shape, checked_fraction, shown
+from .._checks import Progress, aligned, check_block_shape, checked_fraction, listed, shown, without_numbers
 from .._files import replacing, write_json
-from .._reports import Progress, aligned, listed, without_numbers
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model
@@ -27,12 +26,10 @@ from ..calibrate.stream import call_apart, device_of, listening, uncompiled
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..model.fuse import encoders_in, fuse_encoders
-from ..model.match import chosen_layers, kept_blocks, reasons
-from ..model.modules import check_batch, matching, names_of_modules, parsed
+from ..model.match import check_batch, chosen_layers, kept_blocks, matching, names_of_modules, parsed, reasons
 from ..model.replace import sparsify_
-from ..nn.dense import dense_weight
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
-from ..nn.linear import BlockSparseLinear, evaluating
+from ..nn.linear import BlockSparseLinear, dense_weight, evaluating
 from .measure import Call, device_to_measure, layer_call, milliseconds, own_numbers
 from .product import Device, Way, describe_way, dtype_name, in_own_dtype, is_converted_in_calls, recorded
 

@@ -45,15 +45,7 @@ from .product import (
     is_converted_in_calls,
     product_of_spec,
 )
-from .store import (
-    Measurement,
-    add_to_file,
-    count_measurement,
-    kernel_number,
-    measurements,
-    read,
-    write,
-)
+from .store import Measurement, add_to_file, count_measurement, kernel_number, measurements, read, write
 
 FLUSH_BYTES = 512 << 20  # several L2 caches of any GPU; reading them takes it longer than the host a call
 WARM_UP = 3  # calls
