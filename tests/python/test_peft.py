@@ -14,6 +14,7 @@ import torch
 import transformers
 from helpers import DEVICES, dense_weight, randn, run_anew, seeded
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from test_experts import sparsified
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -156,42 +157,6 @@ assert torch.equal(model(expected["x"]), expected["y"])
     run_anew(program)
 
 
-RENAMED = """
-import importlib.machinery, sys, warnings
-
-class Finder:  # PEFT of another release, which has none of the names
-    names = ["peft", "peft.tuners", "peft.tuners.tuners_utils", "peft.tuners.lora", "peft.tuners.lora.model"]
-
-    def find_spec(self, name, path=None, target=None):
-        if name in self.names:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        if module.__name__ == "peft.tuners.lora.model":
-            module.LoraModel = type("LoraModel", (), {"merge_adapter": None})
-
-sys.meta_path.insert(0, Finder())
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import ORDER
-    import peft.tuners.lora.model, peft.tuners.tuners_utils, tilesparse
-print(*(str(warning.message) for warning in caught), sep="\\n")
-"""
-
-
-@pytest.mark.parametrize("first", ["tilesparse", "peft.tuners.lora.model, peft.tuners.tuners_utils"])
-def test_another_peft_without_these_names_is_imported_with_warnings(first: str) -> None:
-    program = RENAMED.replace("ORDER", first)
-    done = run_anew(program)
-    text = done.stdout.splitlines()
-    assert len(text) == 3 and all("tilesparse does not know this release of peft" in line for line in text)
-    for consequence in ("LoRA of block-sparse layers will be refused", '"all-linear"', "merging may end"):
-        assert consequence in done.stdout
-
-
 def test_pickled_configs_are_of_peft_alone() -> None:
     """Before and after they were used for a model, dense or sparse."""
     for model in (nn.Sequential(nn.Linear(8, 8)), nn.Sequential(BlockSparseLinear(64, 64, block_shape=32))):
@@ -203,14 +168,11 @@ def test_pickled_configs_are_of_peft_alone() -> None:
         assert isinstance(adapter.base_model.model[0], LoraLinear) == isinstance(model[0], BlockSparseLinear)
 
 
-def test_a_class_that_a_config_names_comes_first() -> None:
-    class Own(LoraLinear):
-        pass
-
-    config = LoraConfig(r=4, target_modules=["0"])
-    config._register_custom_module({BlockSparseLinear: Own})
-    model = get_peft_model(nn.Sequential(BlockSparseLinear(64, 64, block_shape=32)), config)
-    assert type(model.base_model.model[0]) is Own
+def test_experts_have_no_lora() -> None:
+    with pytest.raises(UnsupportedError, match="target_modules must not name experts"):
+        get_peft_model(sparsified("mixtral"), LoraConfig(target_modules=["down"]))
+    with pytest.warns(UserWarning, match="leaves experts without an adapter"):
+        get_peft_model(sparsified("mixtral"), LoraConfig(target_modules="all-linear"))
 
 
 def test_several_adapters() -> None:

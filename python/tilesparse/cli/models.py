@@ -19,11 +19,8 @@ from .command import (
     DTYPES,
     add_device,
     load_model,
-    load_or_make_model,
     load_tokenizer,
     parse_block,
-    parse_count,
-    parse_density,
     random_batch,
 )
 
@@ -32,15 +29,14 @@ def add_advise(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     command.add_argument(
         "model",
-        help="a folder that from_pretrained loads, or a name on the Hub; a folder or file with a config "
-        "alone gets random weights",
+        help="a folder that from_pretrained loads, or a name on the Hub",
     )
-    command.add_argument("--batch", type=parse_count, default=1, help="sequences or images (%(default)s)")
-    command.add_argument("--tokens", type=parse_count, default=512, help="of a sequence (%(default)s)")
+    command.add_argument("--batch", type=int, default=1, help="sequences (%(default)s)")
+    command.add_argument("--tokens", type=int, default=512, help="of a sequence (%(default)s)")
     shown = " ".join(f"{density:g}" for density in DENSITIES)
     command.add_argument(
         "--density",
-        type=parse_density,
+        type=float,
         nargs="+",
         default=DENSITIES,
         help=f"fractions of blocks kept ({shown})",
@@ -51,16 +47,14 @@ def add_advise(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="of the model (default: as it was saved)")
     command.add_argument("--layers", action="append", metavar="REGEX", help="of names; may be repeated (all)")
     add_device(command)
-    command.add_argument("--json", type=Path, metavar="FILE", help="to write the times to as well")
 
 
 def run_advise(arguments: argparse.Namespace) -> None:
     """Measure, and print tables and a recommendation."""
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
     device: torch.device = arguments.device
-    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    model, is_random = load_or_make_model(arguments.model, device, dtype)
+    model = load_model(arguments.model, DTYPES.get(arguments.dtype, "auto")).to(device).eval()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # which would keep what each call adds to it
     batch = random_batch(model, arguments.batch, arguments.tokens, device)
     report = advise(
         model,
@@ -69,11 +63,8 @@ def run_advise(arguments: argparse.Namespace) -> None:
         block_shapes=arguments.block,
         layers=arguments.layers,
     )
-    if arguments.json is not None:
-        report.save(arguments.json)
-    weights = "random weights, " if is_random else ""
     name, x = next(iter(batch.items()))
-    print(f"{arguments.model}: {weights}{name} {'x'.join(map(str, x.shape))}, on {device}")
+    print(f"{arguments.model}: {name} {'x'.join(map(str, x.shape))}, on {device}")
     print(report)
 
 
@@ -85,9 +76,7 @@ def add_prune(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="a folder that from_pretrained loads, or a name on the Hub")
     command.add_argument("output", type=Path, help="the folder to save to, which must be empty or not exist")
     command.add_argument("--text", type=Path, required=True, help="a file of text to calibrate on, in UTF-8")
-    command.add_argument(
-        "--density", type=parse_density, default=0.5, help="fraction of blocks kept (%(default)s)"
-    )
+    command.add_argument("--density", type=float, default=0.5, help="fraction of blocks kept (%(default)s)")
     command.add_argument("--block", type=parse_block, default=(64, 64), help="64, or 64x32 for out x in (64)")
     command.add_argument("--method", choices=METHODS, default="obs", help="to choose blocks by (%(default)s)")
     command.add_argument("--layers", action="append", metavar="REGEX", help="of names; may be repeated (all)")
@@ -95,12 +84,12 @@ def add_prune(command: argparse.ArgumentParser) -> None:
     command.add_argument("--storage", choices=STORAGES, default="plain", help="(%(default)s)")
     command.add_argument(
         "--samples",
-        type=parse_count,
+        type=int,
         default=SAMPLES,
         help="samples of text, evenly spread (%(default)s)",
     )
     command.add_argument(
-        "--length", type=parse_count, default=LENGTH, help="tokens of a sample, at most (%(default)s)"
+        "--length", type=int, default=LENGTH, help="tokens of a sample, at most (%(default)s)"
     )
     add_device(command)
 
