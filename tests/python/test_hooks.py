@@ -7,10 +7,8 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -57,33 +55,6 @@ def test_an_import_that_fails_is_awaited_again(folder: Path) -> None:
     (folder / "broken_at_first.py").write_text("value = 'whole'")
     module = importlib.import_module("broken_at_first")
     assert seen == [module]
-
-
-class SlottedLoader:
-    """Takes no attributes."""
-
-    __slots__ = ()
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["value"] = 1
-
-
-def test_modules_of_loaders_that_cannot_call_back_are_imported_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Finder:
-        def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-            return ModuleSpec(fullname, SlottedLoader()) if fullname == "slotted" else None  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
-    when_imported("slotted", lambda module: None, "nothing is adapted")
-    with pytest.warns(UserWarning, match="release of slotted: nothing is adapted") as caught:
-        assert importlib.import_module("slotted").value == 1
-    assert len(caught) == 1
-    del sys.modules["slotted"]
 
 
 def test_errors_of_callbacks_are_warnings(folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -155,17 +153,6 @@ model = peft.PeftModel.from_pretrained(model, {str(tmp_path)!r})
 assert torch.equal(model(expected["x"]), expected["y"])
 """
     run_anew(program)
-
-
-def test_pickled_configs_are_of_peft_alone() -> None:
-    """Before and after they were used for a model, dense or sparse."""
-    for model in (nn.Sequential(nn.Linear(8, 8)), nn.Sequential(BlockSparseLinear(64, 64, block_shape=32))):
-        config = LoraConfig(r=4, target_modules=["0"])
-        for _ in range(2):
-            assert b"tilesparse" not in pickle.dumps(config)
-            adapter = get_peft_model(copy.deepcopy(model), pickle.loads(pickle.dumps(config)))
-            config = adapter.peft_config["default"]
-        assert isinstance(adapter.base_model.model[0], LoraLinear) == isinstance(model[0], BlockSparseLinear)
 
 
 def test_experts_have_no_lora() -> None:
@@ -397,23 +384,6 @@ def test_a_merge_without_a_bias_or_with_infinities_is_refused() -> None:
 def test_what_takes_the_weight_for_a_dense_one_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         get_peft_model(Network(), LoraConfig(**{"target_modules": ["up"], **options}))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        peft.IA3Config(target_modules=["up"], feedforward_modules=[]),
-        peft.AdaLoraConfig(target_modules=["up"], total_step=10),
-        peft.OFTConfig(target_modules=["up"]),
-        peft.VeraConfig(target_modules=["up", "mix"]),
-        peft.LoHaConfig(target_modules=["up"]),
-        peft.ShiraConfig(target_modules=["up"]),
-    ],
-    ids=lambda config: config.peft_type.value,
-)
-def test_other_tuners_refuse_block_sparse_layers(config: peft.PeftConfig) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"[Tt]arget module"):
-        get_peft_model(Network(), config)
 
 
 def test_all_linear_includes_block_sparse_layers() -> None:
