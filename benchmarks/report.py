@@ -1,9 +1,9 @@
 """Print results of the benchmarks as Markdown.
 
     python benchmarks/report.py results.json [more.json ...]
-    python benchmarks/report.py --break-even results.json ... > python/tilesparse/cli/break_even.json
+    python benchmarks/report.py --break-even results.json ... > benchmarks/break_even.json
 
-With --break-even, of results of bench_ops.py, prints as JSON what `tilesparse info` shows: the density from
+With --break-even, of results of bench_ops.py, prints as JSON the density from
 which dense is faster, for each product and block size.
 """
 

@@ -49,7 +49,7 @@ def tokens() -> str:
 
 def products() -> str:
     """The products of a training step on an H200 at density .25, and the break-even density."""
-    break_even = json.loads((ROOT / "python/tilesparse/cli/break_even.json").read_text())["densities"]
+    break_even = json.loads((ROOT / "benchmarks/break_even.json").read_text())["densities"]
     lines = []
     for label, op, name in (
         ("forward", "dds_nt", "forward"),

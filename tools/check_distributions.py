@@ -56,7 +56,6 @@ BUILT_FROM = (
     "cuda/hopper/tiles.def",
     "cpp/include/tilesparse/tilesparse.h",
     "python/bindings/module.cpp",
-    "python/tilesparse/cli/break_even.json",
     "tests/c/symbols.txt",
     "third_party/NOTICE.txt",
     "third_party/cutlass/LICENSE.txt",

@@ -7,7 +7,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import _belongs, _hooks
+from . import _hooks
 from .integrations import hooks
 
 if TYPE_CHECKING:
@@ -28,7 +28,23 @@ if TYPE_CHECKING:
     from .recover.reconstruction import reconstruct_
     from .tuning.advise import advise
 
-__version__ = _belongs.VERSION
+__version__ = "0.1.0"  # of these Python files; that of the library is in tilesparse.h
+_AGAIN = "install the package again: pip install --force-reinstall --no-deps tilesparse"
+try:
+    from . import _C
+except ImportError as error:
+    if error.name is None:
+        raise  # the module's own check, which says what to do
+    raise ImportError(
+        f"tilesparse: the native module in {__path__[0]} cannot be loaded: {error}. If it is missing, the "
+        "source tree comes before the installed package: leave that folder. If a symbol is, another "
+        f"libtilesparse comes before the package's own: see LD_LIBRARY_PATH. Otherwise {_AGAIN}"
+    ) from error
+if _C.version() != __version__:
+    raise ImportError(
+        f"tilesparse: the Python files in {__path__[0]} are version {__version__}, and the native module "
+        f"{_C.__file__} is {_C.version()}; {_AGAIN}"
+    )
 
 _MODULES = {  # that have a name; each is imported when it is first used
     "BlockPattern": "pattern",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import uuid
@@ -40,17 +39,8 @@ def tune_file() -> Path | None:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a file to write to that takes the place of ``path`` once it is complete, or is removed.
-
-    Its name is unique, so that processes and threads which write to one path do not meet: the last one wins.
-    A link stays a link. What is no regular file, such as a pipe, is yielded itself.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        yield target
-        return
-    if target.exists() and not os.access(target, os.W_OK):  # which a rename would not ask about
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+    """Yield a file with a name of its own that takes the place of ``path`` once it is complete."""
+    target = Path(os.path.realpath(path))  # a link stays a link
     # Not of tempfile, whose files nobody else may read.
     temporary = target.with_name(f".{uuid.uuid4().hex}{target.suffix}")
     try:
@@ -81,7 +71,6 @@ _NAMES = {dtype: name for name, dtype in STORABLE.items()}
 _CHECKSUM = "crc32:"  # in front of a tensor's name: the key of its checksum in the metadata of the file
 _UNKNOWN = "0" * 8
 _CHUNK = 1 << 24  # bytes at a time
-_LONGEST = 100_000_000  # bytes of JSON, as safetensors allows for headers
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -109,36 +98,33 @@ def crc32(data: bytes) -> str:
 
 def checksum(tensor: Tensor) -> str:
     """Return the CRC-32 of the bytes of a tensor."""
-    found = 0
-    for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
-        found = zlib.crc32(chunk, found)
-    return f"{found:08x}"
+    crc = 0
+    for chunk in _chunks(_on_host(tensor)):
+        crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
-    """Write a safetensors file with metadata about it, and return the checksum of its header."""
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file with checksums as its metadata, and return the checksum of its header."""
     # The widest first, so that all are aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", **(about or {}), **{_CHECKSUM + name: _UNKNOWN for name in names}}
-    }
-    begin = 0
+    metadata = {"format": "pt", **{_CHECKSUM + name: _UNKNOWN for name in names}}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
     for name in names:
-        tensor = tensors[name]
-        end = begin + tensor.nbytes
-        shape = list(tensor.shape)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
-        begin = end
-    length = len(_header_bytes(header))
-    file.write_bytes(b"")
-
-    def write(name: str) -> str:
-        return _write(file, length + header[name]["data_offsets"][0], tensors[name])
-
-    checksums = in_threads(write, names)
-    header["__metadata__"] |= {_CHECKSUM + name: crc for name, crc in zip(names, checksums, strict=True)}
-    written = _header_bytes(header)
-    with file.open("r+b") as stream:
+        begin, end = end, end + tensors[name].nbytes
+        dtype, shape = _NAMES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    with file.open("wb") as stream:
+        stream.seek(len(_header_bytes(header)))
+        for name in names:
+            crc = 0
+            for chunk in _chunks(_on_host(tensors[name])):
+                crc = zlib.crc32(chunk, crc)
+                stream.write(chunk)
+            metadata[_CHECKSUM + name] = f"{crc:08x}"
+        stream.seek(0)
+        written = _header_bytes(header)
         stream.write(written)
         stream.flush()
         os.fsync(stream.fileno())
@@ -151,18 +137,11 @@ def _header_bytes(header: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(file: Path, start: int, tensor: Tensor) -> str:
-    checksum = 0
-    with file.open("r+b", buffering=0) as stream:
-        stream.seek(start)
-        for chunk in chunks(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()):
-            checksum = zlib.crc32(chunk, checksum)
-            while chunk:
-                chunk = chunk[stream.write(chunk) :]
-    return f"{checksum:08x}"
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def chunks(tensor: Tensor) -> Iterable[memoryview]:
+def _chunks(tensor: Tensor) -> Iterable[memoryview]:
     """Yield the memory of a contiguous tensor on the host."""
     if tensor.numel() == 0:
         return
@@ -206,7 +185,7 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     checksum = 0
     with opened(stored.file) as stream:
         stream.seek(stored.start)
-        for chunk in chunks(tensor):
+        for chunk in _chunks(tensor):
             if stream.readinto(chunk) != len(chunk):
                 raise CheckpointError(f"{file}: {name!r}: the file ends within it")
             if stored.checksum is not None:
@@ -222,8 +201,6 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 
 def opened(file: Path) -> BufferedReader:
     try:
-        if file.is_fifo():  # which would let everything wait
-            raise OSError("a pipe, no file")
         return file.open("rb")
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file.name}: missing in {str(file.parent)!r}") from error
@@ -234,9 +211,7 @@ def opened(file: Path) -> BufferedReader:
 def read_json(file: Path) -> tuple[dict[str, Any], str]:
     """Return the content of a JSON file, and its checksum."""
     with opened(file) as stream:
-        text = stream.read(_LONGEST + 1)
-    if len(text) > _LONGEST:
-        raise CheckpointError(f"{file.name} must have at most {_LONGEST} bytes")
+        text = stream.read()
     return parsed(file.name, text), crc32(text)
 
 

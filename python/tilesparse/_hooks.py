@@ -79,23 +79,16 @@ def _call_after(spec: ModuleSpec) -> None:
                 # Some modules put another one in their place.
                 _call(callback, sys.modules[spec.name], otherwise)
 
-    try:
-        execute = loader.exec_module
-        loader.exec_module = exec_module
-    except AttributeError as error:  # a loader of the old kind, or one without attributes of its own
-        for _, otherwise in _WATCHED.pop(spec.name, ()):
-            _warn(spec.name, error, otherwise)
+    execute = loader.exec_module
+    loader.exec_module = exec_module
 
 
 def _call(callback: Callback, module: ModuleType, otherwise: str) -> None:
     try:
         callback(module)
     except Exception as error:  # which library and release it is decides what may be missing
-        _warn(module.__name__, error, otherwise)
-
-
-def _warn(name: str, error: Exception, otherwise: str) -> None:
-    warnings.warn(f"tilesparse does not know this release of {name}: {otherwise} ({error})", stacklevel=2)
+        text = f"tilesparse does not know this release of {module.__name__}: {otherwise} ({error})"
+        warnings.warn(text, stacklevel=2)
 
 
 _WATCHED: dict[str, list[tuple[Callback, str]]] = {}

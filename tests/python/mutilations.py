@@ -215,28 +215,10 @@ def _configs(bases: Bases) -> Iterator[Mutilation]:
 
 
 def _indices() -> Iterator[Mutilation]:
-    hostile: list[Any] = [
-        None,
-        1,
-        "",
-        ".",
-        "..",
-        "../../etc/passwd",
-        "/etc/passwd",
-        "a/../" + FIRST,
-        "x" * 5000,
-    ]
-    hostile += [
-        "../bare/model.safetensors",
-        "/proc/self/mem",
-        f"{FIRST}\0",
-        f"./{FIRST}",
-        f"{FIRST}\n",
-        [],
-        {},
-    ]
-    hostile += [SECOND, INDEX, CONFIG, "..\\" + FIRST, "nothing.safetensors", "~/x.safetensors", " "]
-    hostile += ["é.safetensors"]
+    hostile: list[Any] = [None, 1, "", ".", "..", "../../etc/passwd", "/etc/passwd", "a/../" + FIRST, [], {}]
+    hostile += ["x" * 5000, "../bare/model.safetensors", "/proc/self/mem", f"{FIRST}\0", f"./{FIRST}"]
+    hostile += [f"{FIRST}\n", SECOND, INDEX, CONFIG, "..\\" + FIRST, "nothing.safetensors"]
+    hostile += ["~/x.safetensors", " ", "é.safetensors"]
     changes = [(f"{given!r:.40}", _put("weight_map", "sparse.weight", given)) for given in hostile]
     changes += [(f"{given!r:.40} more", _put("weight_map", "more", given)) for given in hostile]
     changes += [(f"weight_map {given!r}", _put("weight_map", given)) for given in (None, [], "x", 1, {})]

@@ -58,7 +58,7 @@ NOT_CALLED = {
         "tuning.Device": "of",
         "tuning.Product": "descriptor",
         "tuning.advise": "Estimate MeasuredLayers",
-        "tuning.product": "Candidate KernelChoice KernelInfo",
+        "tuning.product": "KernelChoice",
         "tuning.store": "Measurement",
     }.items()
     for name in names.split()

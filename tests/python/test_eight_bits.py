@@ -754,7 +754,7 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
     tilesparse.save(model, tmp_path)
     for other in (tilesparse.load(dense_model, tmp_path), tilesparse.load(dense_model(), tmp_path)):
         assert torch.equal(other(x), model(x)) and other[0].spec == model[0].spec
-    half = tilesparse.load(dense_model, tmp_path, dtype=torch.bfloat16)
+    half = tilesparse.load(dense_model, tmp_path).bfloat16()
     assert half[0].scales.dtype == torch.float32 and half(x.bfloat16()).dtype == torch.bfloat16
     file = tmp_path / "config.json"
     text = file.read_text()

@@ -219,26 +219,6 @@ def test_importing_tilesparse_first_suffices_in_a_fresh_process(tmp_path: Path) 
     assert torch.equal(torch.load(tmp_path / "logits"), logits(model))
 
 
-RENAMED = """
-import sys, warnings
-import transformers.quantizers.auto, transformers.quantizers.base
-del transformers.quantizers.{name}
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import tilesparse
-print(*(str(warning.message) for warning in caught))
-assert len(caught) == 1 and tilesparse.BlockSparseLinear(64, 64, block_shape=32)
-"""
-
-
-@pytest.mark.parametrize("name", ["base.HfQuantizer._dequantize"])
-def test_another_transformers_without_these_names_costs_a_warning(name: str) -> None:
-    done = run_anew(RENAMED.format(name=name))
-    assert done.stdout.startswith("tilesparse does not know this release of transformers.quantizers.auto: ")
-    assert "from_pretrained will not load block-sparse layers" in done.stdout
-    assert name.rpartition(".")[2] in done.stdout
-
-
 WITHOUT_TILESPARSE = """
 import sys
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
@@ -290,10 +270,6 @@ def test_copies_of_a_model_have_configurations_of_their_own(tmp_path: Path) -> N
     model.save_pretrained(tmp_path / "model")
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "copied"), copied)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "model"), model)
-    alone = copy.deepcopy(model.config)
-    assert dict(alone.quantization_config) == dict(model.config.quantization_config)
-    del model.model.layers[1]
-    assert dict(alone.quantization_config) != dict(model.config.quantization_config)
 
 
 def test_t5_reads_the_weight_of_layers_with_adapters() -> None:
@@ -369,11 +345,6 @@ def assert_saved(model: Any, folder: Path) -> None:
     assert_same(type(model).from_pretrained(folder), model)
 
 
-def configs(model: nn.Module) -> set[int]:
-    found = [value for module in model.modules() for value in vars(module).values()]
-    return {id(value) for value in found if isinstance(value, transformers.PreTrainedConfig)}
-
-
 @pytest.mark.parametrize("order", ["dense first", "sparse first", "of the sparse one"])
 def test_models_of_one_configuration_object_stay_apart(order: str, tmp_path: Path) -> None:
     config = llama().config
@@ -384,8 +355,6 @@ def test_models_of_one_configuration_object_stay_apart(order: str, tmp_path: Pat
     both = [("teacher", teacher), ("student", student)]
     for name, model in both[:: -1 if order == "sparse first" else 1]:
         assert_saved(model, tmp_path / name)
-    assert not configs(student) & configs(teacher) and not hasattr(config, "quantization_config")
-    assert configs(student) == {id(student.config)} and student.is_quantized
     patch(teacher, r"model\.layers\.0")
     assert_saved(teacher, tmp_path / "patched")
     densify_(student)
@@ -410,7 +379,6 @@ def test_a_model_of_which_a_part_was_patched(described: bool, tmp_path: Path) ->
     patch(model.model, r"layers")
     if described:
         follow(model)
-        assert configs(model) == {id(model.config)}
     follow(model.model)
     assert_saved(model, tmp_path / "whole")
     assert_saved(model.model, tmp_path / "part")
@@ -452,9 +420,6 @@ def test_modules_have_their_part_of_the_configuration(tmp_path: Path) -> None:
     config = CLIPConfig(text_config={**sizes, "vocab_size": 96}, vision_config={**sizes, **IMAGES})
     sparse, dense = CLIPModel(config), CLIPModel(config)
     patch(sparse, r".*mlp")
-    assert not configs(sparse) & configs(dense)
-    parts = {id(sparse.config), id(sparse.config.text_config), id(sparse.config.vision_config)}
-    assert configs(sparse) <= parts and sparse.vision_model.config is sparse.config.vision_config
     for name, model in (("sparse", sparse), ("dense", dense)):
         assert_saved(model, tmp_path / name)
 
@@ -505,28 +470,13 @@ def test_files_whose_tensors_lie_at_odd_addresses(storage: str, tmp_path: Path) 
     assert torch.equal(other(**tokens).logits, model(**tokens).logits)
 
 
-def test_a_save_that_was_cut_off_is_refused_by_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which would read the new configuration and the old weights. `tilesparse.load` finds the new ones."""
-
-    def fail(folder: Path) -> None:
-        if folder == tmp_path:
-            raise OSError(28, "No space left on device")
-
-    old, new = patched("llama"), patched("llama")
-    new.model.layers[0].mlp.up_proj.reset_parameters()
-    old.save_pretrained(tmp_path)
-    tilesparse.save(old, tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), old)
-    with monkeypatch.context() as patching:
-        patching.setattr(tilesparse.io.manifest, "_sync", fail)
-        with pytest.raises(OSError, match="No space left"):
-            tilesparse.save(new, tmp_path)
-    with pytest.raises(CheckpointError, match=r"^model\.safetensors does not belong to .* cut off"):
-        LlamaForCausalLM.from_pretrained(tmp_path)
-    tilesparse.save(tilesparse.load(llama, tmp_path), tmp_path)
-    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), new)
+def test_weights_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        patched("llama").save_pretrained(tmp_path / name)
+        tilesparse.save(patched("llama", density=0.25 if name == "one" else 0.5), tmp_path / name)
+    (tmp_path / "other/model.safetensors").replace(tmp_path / "one/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"does not belong to 'model\.safetensors'"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "one")
 
 
 def _load(folder: Path, kind: Any = LlamaForCausalLM, **options: Any) -> Any:
@@ -586,7 +536,10 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path, name: str) -> None:
     [
         (lambda tensors, name: tensors.pop(f"{name}.weight"), r"up_proj\.weight: missing"),
         (lambda tensors, name: tensors.pop(f"{name}.slot"), r"up_proj\.slot: missing"),
-        (lambda tensors, name: tensors.update({f"{name}.scales": torch.ones(4)}), r"up_proj\.scales: there"),
+        (
+            lambda tensors, name: tensors.update({f"{name}.scales": torch.ones(4)}),
+            r"scales: not in the form",
+        ),
         (
             lambda tensors, name: tensors.update({f"{name}.weight": tensors[f"{name}.weight"][1:].clone()}),
             r"up_proj\.weight' must have shape \(8, 16, 32\) .*got \(7, 16, 32\)",

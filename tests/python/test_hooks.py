@@ -7,18 +7,12 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-from torch import nn
 
-from tilesparse import BlockSparseLinear
 from tilesparse._hooks import adapt, when_imported
-from tilesparse.errors import UnsupportedError
-from tilesparse.integrations import hooks
 
 
 @pytest.fixture
@@ -63,33 +57,6 @@ def test_an_import_that_fails_is_awaited_again(folder: Path) -> None:
     assert seen == [module]
 
 
-class SlottedLoader:
-    """Takes no attributes."""
-
-    __slots__ = ()
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["value"] = 1
-
-
-def test_modules_of_loaders_that_cannot_call_back_are_imported_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Finder:
-        def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-            return ModuleSpec(fullname, SlottedLoader()) if fullname == "slotted" else None  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
-    when_imported("slotted", lambda module: None, "nothing is adapted")
-    with pytest.warns(UserWarning, match="release of slotted: nothing is adapted") as caught:
-        assert importlib.import_module("slotted").value == 1
-    assert len(caught) == 1
-    del sys.modules["slotted"]
-
-
 def test_errors_of_callbacks_are_warnings(folder: Path) -> None:
     (folder / "renamed.py").write_text("")
     seen: list[ModuleType] = []
@@ -132,21 +99,3 @@ assert not late, late
 from tilesparse.distributed import ColwiseParallel
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_save_pretrained_of_diffusers_refuses_block_sparse_layers() -> None:
-    class ModelMixin(nn.Module):
-        """As `diffusers.ModelMixin`, whose files have no place for the patterns."""
-
-        def save_pretrained(self, folder: str) -> str:
-            return folder
-
-    class Model(ModelMixin):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.layer = layer
-
-    adapt(ModelMixin, "save_pretrained", hooks._refuse_to_save)
-    assert Model(nn.Linear(64, 64)).save_pretrained("folder") == "folder"
-    with pytest.raises(UnsupportedError, match=r"block-sparse layer 'layer'; call tilesparse\.save"):
-        Model(BlockSparseLinear(64, 64, block_shape=32)).save_pretrained("folder")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import transformers
 from helpers import DEVICES, dense_weight, randn, run_anew, seeded
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from test_experts import sparsified
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -155,61 +154,11 @@ assert torch.equal(model(expected["x"]), expected["y"])
     run_anew(program)
 
 
-RENAMED = """
-import importlib.machinery, sys, warnings
-
-class Finder:  # PEFT of another release, which has none of the names
-    names = ["peft", "peft.tuners", "peft.tuners.tuners_utils", "peft.tuners.lora", "peft.tuners.lora.model"]
-
-    def find_spec(self, name, path=None, target=None):
-        if name in self.names:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        if module.__name__ == "peft.tuners.lora.model":
-            module.LoraModel = type("LoraModel", (), {"merge_adapter": None})
-
-sys.meta_path.insert(0, Finder())
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import ORDER
-    import peft.tuners.lora.model, peft.tuners.tuners_utils, tilesparse
-print(*(str(warning.message) for warning in caught), sep="\\n")
-"""
-
-
-@pytest.mark.parametrize("first", ["tilesparse", "peft.tuners.lora.model, peft.tuners.tuners_utils"])
-def test_another_peft_without_these_names_is_imported_with_warnings(first: str) -> None:
-    program = RENAMED.replace("ORDER", first)
-    done = run_anew(program)
-    text = done.stdout.splitlines()
-    assert len(text) == 3 and all("tilesparse does not know this release of peft" in line for line in text)
-    for consequence in ("LoRA of block-sparse layers will be refused", '"all-linear"', "merging may end"):
-        assert consequence in done.stdout
-
-
-def test_pickled_configs_are_of_peft_alone() -> None:
-    """Before and after they were used for a model, dense or sparse."""
-    for model in (nn.Sequential(nn.Linear(8, 8)), nn.Sequential(BlockSparseLinear(64, 64, block_shape=32))):
-        config = LoraConfig(r=4, target_modules=["0"])
-        for _ in range(2):
-            assert b"tilesparse" not in pickle.dumps(config)
-            adapter = get_peft_model(copy.deepcopy(model), pickle.loads(pickle.dumps(config)))
-            config = adapter.peft_config["default"]
-        assert isinstance(adapter.base_model.model[0], LoraLinear) == isinstance(model[0], BlockSparseLinear)
-
-
-def test_a_class_that_a_config_names_comes_first() -> None:
-    class Own(LoraLinear):
-        pass
-
-    config = LoraConfig(r=4, target_modules=["0"])
-    config._register_custom_module({BlockSparseLinear: Own})
-    model = get_peft_model(nn.Sequential(BlockSparseLinear(64, 64, block_shape=32)), config)
-    assert type(model.base_model.model[0]) is Own
+def test_experts_have_no_lora() -> None:
+    with pytest.raises(UnsupportedError, match="target_modules must not name experts"):
+        get_peft_model(sparsified("mixtral"), LoraConfig(target_modules=["down"]))
+    with pytest.warns(UserWarning, match="leaves experts without an adapter"):
+        get_peft_model(sparsified("mixtral"), LoraConfig(target_modules="all-linear"))
 
 
 def test_several_adapters() -> None:
@@ -434,23 +383,6 @@ def test_a_merge_without_a_bias_or_with_infinities_is_refused() -> None:
 def test_what_takes_the_weight_for_a_dense_one_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         get_peft_model(Network(), LoraConfig(**{"target_modules": ["up"], **options}))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        peft.IA3Config(target_modules=["up"], feedforward_modules=[]),
-        peft.AdaLoraConfig(target_modules=["up"], total_step=10),
-        peft.OFTConfig(target_modules=["up"]),
-        peft.VeraConfig(target_modules=["up", "mix"]),
-        peft.LoHaConfig(target_modules=["up"]),
-        peft.ShiraConfig(target_modules=["up"]),
-    ],
-    ids=lambda config: config.peft_type.value,
-)
-def test_other_tuners_refuse_block_sparse_layers(config: peft.PeftConfig) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"[Tt]arget module"):
-        get_peft_model(Network(), config)
 
 
 def test_all_linear_includes_block_sparse_layers() -> None:

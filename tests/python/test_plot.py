@@ -81,10 +81,10 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
     layers: Any
     for source, layers, said in (
         (nn.Linear(4, 4), None, "source must have block-sparse layers"),
-        (model, "encoder", "layers: 'encoder' matches none of '0'"),
+        (model, "encoder", "source must have block-sparse layers that match 'encoder'"),
         (model, "(", "layers must be a name or a regular expression"),
         (model, b"0", "layers must be a name or a regular expression"),
-        (model_of(0.5).to("meta"), None, "source must have weights, but those of '0' are on the meta device"),
+        (model_of(0.5).to("meta"), None, "source must have finite weights, but some of '0' are not"),
     ):
         with pytest.raises(InvalidArgumentError, match=said.replace("(", r"\(")):
             plot.patterns(source, layers=layers)
@@ -92,72 +92,6 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         model[0].weight[0, 0, 0] = torch.nan
     with pytest.raises(InvalidArgumentError, match=r"source must have finite weights.*'0'"):
         plot.patterns(model)
-
-
-# Evolution.
-
-
-def snapshots_of(*grids: list[list[int]], every: int = 10) -> list[tuple[int, dict[str, Tensor]]]:
-    return [
-        (every * number, {"layer": torch.tensor(grid, dtype=torch.bool)}) for number, grid in enumerate(grids)
-    ]
-
-
-MOVING = snapshots_of([[1, 1], [0, 0]], [[1, 0], [1, 0]], [[1, 1], [0, 0]], [[1, 0], [0, 1]])
-
-
-def test_curves_count_kept_new_and_remaining_blocks() -> None:
-    curves, _ = plot.evolution(MOVING)
-    density, new, first = curves.axes
-    (kept, ever), steps = density.lines[:2], [0, 10, 20, 30]
-    line: Any
-    for line, values in (
-        (kept, [0.5] * 4),
-        (ever, [0.5, 0.75, 0.75, 1.0]),
-        (first.lines[0], [1, 0.5, 1, 0.5]),
-    ):
-        assert line.get_xydata().tolist() == [list(point) for point in zip(steps, values, strict=True)]
-    assert new.lines[0].get_xydata().tolist() == [[step, 0.5] for step in steps[1:]]
-
-
-def test_maps_show_the_age_of_blocks_and_where_they_were() -> None:
-    _, ages = plot.evolution(MOVING)
-    expected = torch.tensor([[30, torch.nan], [torch.nan, 0]])
-    torch.testing.assert_close(shades_of(ages), expected, equal_nan=True)
-    assert ages.axes[0].images[0].get_array().tolist() == [[0, 1], [1, 0]]
-    assert [text.get_text() for text in ages.legends[0].get_texts()] == ["kept earlier, not now"]
-
-
-def test_patterns_may_lose_all_their_blocks() -> None:
-    curves, ages = plot.evolution(snapshots_of([[1, 1]], [[1, 0]], [[0, 0]]))
-    assert curves.axes[1].lines[0].get_xydata()[:, 1].tolist() == [0, 0]
-    assert bool(shades_of(ages).isnan().all())
-
-
-@pytest.mark.parametrize(
-    "snapshots",
-    [
-        3,
-        MOVING[:1],
-        [MOVING[0], 7],
-        [MOVING[0], (0.5, {})],
-        [MOVING[0], (1, {})],
-        [MOVING[0], (1, {3: torch.ones(2, 2) > 0})],
-        [MOVING[0], (1, {"other": torch.ones(2, 2) > 0})],
-        [MOVING[0], (1, {"layer": torch.ones(2, 2)})],
-        [MOVING[0], (1, {"layer": torch.ones(2) > 0})],
-        [MOVING[0], (1, {"layer": torch.ones(2, 3) > 0})],
-        [MOVING[1], MOVING[0]],
-    ],
-)
-def test_bad_snapshots_are_refused(snapshots: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^snapshots must be two or more"):
-        plot.evolution(snapshots)
-
-
-def test_notebooks_show_figures_without_pyplot() -> None:
-    """IPython asks an object for `_repr_png_`."""
-    assert all(figure._repr_png_().startswith(b"\x89PNG") for figure in plot.evolution(MOVING))
 
 
 def test_matplotlib_is_needed_for_pictures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,16 +103,11 @@ def test_matplotlib_is_needed_for_pictures_alone(monkeypatch: pytest.MonkeyPatch
         return imported(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    for draw in (
-        lambda: plot.patterns(model_of(0.5)),
-        lambda: plot.evolution(MOVING),
-    ):
-        with pytest.raises(UnsupportedError, match="pip install matplotlib"):
-            draw()
+    with pytest.raises(UnsupportedError, match="pip install matplotlib"):
+        plot.patterns(model_of(0.5))
 
 
 def test_the_page_on_pictures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = executed("pictures.md")
+    executed("pictures.md")
     assert [file.name for file in tmp_path.iterdir()] == ["patterns.png"]
-    assert names["curves"].axes and names["ages"].axes

@@ -21,7 +21,7 @@ from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.replace import sparsify_
 from ..nn.linear import BlockSparseLinear
-from .command import add_device, parse_block, parse_count, parse_density
+from .command import add_device, parse_block
 
 TEXT_BYTES, VALIDATION_BATCHES, LEARNING_RATE = 8 << 20, 16, 1e-3
 
@@ -94,10 +94,10 @@ class GPT(nn.Module):
 def add_demo(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = command.add_argument
-    add("--density", type=parse_density, default=0.25, help="fraction of blocks kept (%(default)s)")
+    add("--density", type=float, default=0.25, help="fraction of blocks kept (%(default)s)")
     add("--block", type=parse_block, help="32, or 32x64 for out x in (32; on a GPU 64)")
     add("--size", choices=SIZES, help="size of the model (small; on a GPU medium or large)")
-    add("--steps", type=parse_count, help="training steps (80; on a GPU 300)")
+    add("--steps", type=int, help="training steps (80; on a GPU 300)")
     add_device(command)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from collections.abc import Iterable
 from itertools import chain
@@ -16,10 +15,8 @@ from .._checks import Progress
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..tuning import measure, store
 from ..tuning.measure import milliseconds, own_numbers, product_calls
-from ..tuning.product import KINDS, Device, Product, choose, describe_estimates, dtype_name, kernels, runs_on
+from ..tuning.product import KINDS, Device, Product, choose, kernels, runs_on
 from .command import add_device, add_layer, chosen_ops, describe_layer, product_of
-
-BREAK_EVEN = Path(__file__).with_name("break_even.json")  # printed by benchmarks/report.py --break-even
 
 
 def add_info(command: argparse.ArgumentParser) -> None:
@@ -34,7 +31,7 @@ def add_info(command: argparse.ArgumentParser) -> None:
 
 
 def run_info(arguments: argparse.Namespace) -> None:
-    """Print versions, devices, break-even densities, the kernel of the layer, and all kernels."""
+    """Print versions, devices, the kernel of the layer, and all kernels."""
     absent = [Device.find(name).info() for name in arguments.gpu]
     print(f"tilesparse {_C.version()}, PyTorch {torch.__version__}, Python {platform.python_version()}")
     library = next(iter(_C.libraries()), _C.__file__)
@@ -44,7 +41,6 @@ def run_info(arguments: argparse.Namespace) -> None:
         print(_describe_device(device))
         devices.append(device)
     print(store.status())
-    _print_break_even()
     print(f"{describe_layer(arguments)}:")
     places = [device.name if device in absent else KINDS[device.device] for device in devices]
     width = 1 + max(5, *map(len, places))
@@ -54,7 +50,7 @@ def run_info(arguments: argparse.Namespace) -> None:
             print(f"  {where:{width}}{op:9}{kernel_and_reason}")
     print("kernels:")
     for kernel in kernels():
-        print(f"  {kernel}")
+        print(f"  {kernel.name}")
 
 
 def _devices() -> Iterable[_C.DeviceInfo]:
@@ -73,36 +69,17 @@ def _describe_device(device: _C.DeviceInfo) -> str:
         return f"cpu: {device.name}, {device.multiprocessors} processors"
     major, minor = divmod(device.compute_capability, 10)
     families = _families(device)
-    text = (
+    return (
         f"cuda: {device.name}, compute capability {major}.{minor}, {device.multiprocessors} multiprocessors, "
         f"{device.shared_memory >> 10} KiB shared memory\n"
         f"  kernels: {families or 'none of this library runs on it'}"
     )
-    return f"{text}\n  estimated times: {describe_estimates(Device.of(device))}" if families else text
 
 
 def _families(device: _C.DeviceInfo) -> str:
-    """Return the architectures whose kernels run on a GPU, the newest first, with their dtypes."""
-    found = sorted(_C.kernels(), key=lambda kernel: kernel.min_compute_capability, reverse=True)
-    known = {kernel.name: kernel for kernel in kernels()}
-    dtypes: dict[str, dict[str, None]] = {}
-    for kernel in found:
-        if runs_on(kernel, device.device, device.compute_capability):
-            own = dtypes.setdefault(kernel.name.partition("_")[0], {})
-            own.update(dict.fromkeys(map(dtype_name, known[kernel.name].dtypes)))
-    return ", ".join(f"{family} ({', '.join(own)})" for family, own in dtypes.items())
-
-
-def _print_break_even() -> None:
-    measured = json.loads(BREAK_EVEN.read_text())
-    blocks = list(measured["densities"]["forward"])
-    print(f"density from which dense is faster, measured on {measured['gpu']} in {measured['dtype']},")
-    print(f"{'; '.join(measured['layers'])}:")
-    print(f"  {'blocks':9}" + "".join(f"{block + 'x' + block:>9}" for block in blocks))
-    for op, densities in measured["densities"].items():
-        print(f"  {op:9}" + "".join(f"{densities[block]:9.2f}" for block in blocks))
-    print("a layer with policy='dense' computes densely instead, and with 'auto' where that is likely")
-    print("to be faster; tilesparse bench times a layer")
+    """Return the architectures whose kernels run on a GPU, the newest first."""
+    found = (kernel.name for kernel in kernels() if runs_on(kernel, device.device, device.compute_capability))
+    return ", ".join(sorted({name.partition("_")[0] for name in found}, reverse=True))
 
 
 def _selection(product: Product, device: _C.DeviceInfo) -> str:
@@ -110,7 +87,7 @@ def _selection(product: Product, device: _C.DeviceInfo) -> str:
         chosen = choose(product, Device.of(device))
     except UnsupportedError as error:
         return str(error)
-    return f"{chosen.kernel}: {chosen.reason}; next: {chosen.runner_up or 'none'}"
+    return f"{chosen.kernel}: {chosen.reason}"
 
 
 REPETITIONS = 21

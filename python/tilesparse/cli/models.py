@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import aligned, check_writable
+from .._checks import check_writable
 from ..config import STORAGES, BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..io.conversion import ConvertReport, convert
+from ..io.conversion import convert
 from ..prune.driver import METHODS, prune_
 from ..tuning.advise import DENSITIES, advise
-from ..tuning.product import choose, product_of_spec
 from .command import (
     DTYPES,
     add_device,
     load_model,
-    load_or_make_model,
     load_tokenizer,
     parse_block,
-    parse_count,
-    parse_density,
     random_batch,
 )
 
@@ -36,15 +29,14 @@ def add_advise(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     command.add_argument(
         "model",
-        help="a folder that from_pretrained loads, or a name on the Hub; a folder or file with a config "
-        "alone gets random weights",
+        help="a folder that from_pretrained loads, or a name on the Hub",
     )
-    command.add_argument("--batch", type=parse_count, default=1, help="sequences or images (%(default)s)")
-    command.add_argument("--tokens", type=parse_count, default=512, help="of a sequence (%(default)s)")
+    command.add_argument("--batch", type=int, default=1, help="sequences (%(default)s)")
+    command.add_argument("--tokens", type=int, default=512, help="of a sequence (%(default)s)")
     shown = " ".join(f"{density:g}" for density in DENSITIES)
     command.add_argument(
         "--density",
-        type=parse_density,
+        type=float,
         nargs="+",
         default=DENSITIES,
         help=f"fractions of blocks kept ({shown})",
@@ -55,16 +47,14 @@ def add_advise(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="of the model (default: as it was saved)")
     command.add_argument("--layers", action="append", metavar="REGEX", help="of names; may be repeated (all)")
     add_device(command)
-    command.add_argument("--json", type=Path, metavar="FILE", help="to write the times to as well")
 
 
 def run_advise(arguments: argparse.Namespace) -> None:
     """Measure, and print tables and a recommendation."""
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
     device: torch.device = arguments.device
-    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    model, is_random = load_or_make_model(arguments.model, device, dtype)
+    model = load_model(arguments.model, DTYPES.get(arguments.dtype, "auto")).to(device).eval()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # which would keep what each call adds to it
     batch = random_batch(model, arguments.batch, arguments.tokens, device)
     report = advise(
         model,
@@ -73,11 +63,8 @@ def run_advise(arguments: argparse.Namespace) -> None:
         block_shapes=arguments.block,
         layers=arguments.layers,
     )
-    if arguments.json is not None:
-        report.save(arguments.json)
-    weights = "random weights, " if is_random else ""
     name, x = next(iter(batch.items()))
-    print(f"{arguments.model}: {weights}{name} {'x'.join(map(str, x.shape))}, on {device}")
+    print(f"{arguments.model}: {name} {'x'.join(map(str, x.shape))}, on {device}")
     print(report)
 
 
@@ -89,9 +76,7 @@ def add_prune(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="a folder that from_pretrained loads, or a name on the Hub")
     command.add_argument("output", type=Path, help="the folder to save to, which must be empty or not exist")
     command.add_argument("--text", type=Path, required=True, help="a file of text to calibrate on, in UTF-8")
-    command.add_argument(
-        "--density", type=parse_density, default=0.5, help="fraction of blocks kept (%(default)s)"
-    )
+    command.add_argument("--density", type=float, default=0.5, help="fraction of blocks kept (%(default)s)")
     command.add_argument("--block", type=parse_block, default=(64, 64), help="64, or 64x32 for out x in (64)")
     command.add_argument("--method", choices=METHODS, default="obs", help="to choose blocks by (%(default)s)")
     command.add_argument("--layers", action="append", metavar="REGEX", help="of names; may be repeated (all)")
@@ -99,12 +84,12 @@ def add_prune(command: argparse.ArgumentParser) -> None:
     command.add_argument("--storage", choices=STORAGES, default="plain", help="(%(default)s)")
     command.add_argument(
         "--samples",
-        type=parse_count,
+        type=int,
         default=SAMPLES,
         help="samples of text, evenly spread (%(default)s)",
     )
     command.add_argument(
-        "--length", type=parse_count, default=LENGTH, help="tokens of a sample, at most (%(default)s)"
+        "--length", type=int, default=LENGTH, help="tokens of a sample, at most (%(default)s)"
     )
     add_device(command)
 
@@ -161,52 +146,13 @@ def _samples(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[
 
 def add_convert(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    command.add_argument("source", type=Path, help="a folder, or a file of .safetensors, .pt, .npz or .mtx")
+    command.add_argument("source", type=Path, help="a folder, or a file of .safetensors, .pt, .pth or .bin")
     command.add_argument("folder", type=Path, nargs="?", help="to write to, empty or new (a report alone)")
     command.add_argument("--dtype", choices=DTYPES, help="of activations (default: as the checkpoint says)")
     command.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="of a file (%(default)s)")
-    command.add_argument("--tokens", type=parse_count, nargs="+", help="of products whose times to estimate")
-    command.add_argument("--prune", type=Path, metavar="TEXT", help="prune afterwards, calibrated on a text")
-    command.add_argument("--density", type=parse_density, default=0.5, help="of --prune (%(default)s)")
-    add_device(command)
 
 
 def run_convert(arguments: argparse.Namespace) -> None:
     """Convert, and print what is in the checkpoint."""
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    with ExitStack() as stack:
-        folder = arguments.folder
-        if arguments.prune is not None:
-            if folder is None:
-                raise InvalidArgumentError("folder must be given with --prune, got none")
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=folder.absolute().parent))
-        report = convert(arguments.source, folder, dtype=dtype, max_shard_size=arguments.max_shard_size)
-        print(report)
-        if arguments.prune is not None:
-            parser = argparse.ArgumentParser()
-            add_prune(parser)
-            options = [folder, str(arguments.folder), "--text", str(arguments.prune)]
-            options += ["--density", str(arguments.density), "--device", str(arguments.device)]
-            run_prune(parser.parse_args(options))
-    if arguments.tokens is not None:
-        rows = [("shape", "stored", "tokens", "us", "dense us", "kernel")]
-        print("\n".join(aligned([*rows, *_times(report, arguments.tokens, arguments.device)])))
-
-
-def _times(report: ConvertReport, tokens: list[int], device: torch.device) -> Iterator[tuple[str, ...]]:
-    """Yield estimated times of the products of each kind of weight."""
-    seen = set()
-    for layer in report.layers:
-        spec = layer.spec
-        if spec is None or (key := (spec.shape, layer.storage, round(spec.density, 1))) in seen:
-            continue
-        seen.add(key)
-        for count in tokens:
-            product = product_of_spec(spec, count, "forward", spec.activations)
-            choice = choose(product, device, policy="auto")
-            own, dense = (
-                "-" if time is None else f"{time:.1f}"
-                for time in (choice.microseconds, choice.dense_microseconds)
-            )
-            shape = f"{spec.shape[0]}x{spec.shape[1]}"
-            yield shape, layer.storage, str(count), own, dense, choice.kernel or "dense"
+    print(convert(arguments.source, arguments.folder, dtype=dtype, max_shard_size=arguments.max_shard_size))

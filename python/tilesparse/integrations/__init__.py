@@ -1,1 +1,1 @@
-"""Support for Transformers, PEFT, Accelerate, Diffusers and vLLM."""
+"""Support for Transformers, PEFT, Accelerate and vLLM."""

@@ -9,9 +9,7 @@ docs/huggingface.md says more.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +39,6 @@ except ImportError as error:
     ) from error
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(f"tilesparse needs Transformers 5.17 or newer, got {transformers.__version__}")
-for _name in ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "_dequantize"):
-    if not hasattr(HfQuantizer, _name):
-        raise ImportError(
-            f"tilesparse needs Transformers with HfQuantizer.{_name}, got {transformers.__version__}"
-        )
 
 
 @register_quantizer(METHOD)
@@ -136,9 +129,6 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class TileSparseConfig(QuantizationConfigMixin):
     """The ``quantization_config`` of a model with block-sparse layers, with a section as of `io.manifest`.
 
-    One that `follow` has made reads the layers of its model whenever it is asked. Copies and pickles hold
-    what was read last, unless the model is copied along.
-
     Args:
         section: ``version`` and ``layers``.
     """
@@ -149,21 +139,9 @@ class TileSparseConfig(QuantizationConfigMixin):
         section.pop("quant_method", None)
         parsed_layers(section)
         self._section = section
-        self._model: Callable[[], nn.Module | None] = lambda: None
-        self.instead_of: Any = None  # the configuration that the model had before, others may have it still
-
-    @classmethod
-    def of(cls, model: nn.Module) -> TileSparseConfig:
-        """Return a configuration that follows a model."""
-        config = cls(**section(model))
-        config._model = weakref.ref(model)
-        return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as it is written: of the layers as they are now, if the model is still there."""
-        model = self._model()
-        if model is not None:
-            self._section = section(model)
+        """Return the section as it is written."""
         return {"quant_method": METHOD, **copy.deepcopy(self._section)}
 
     def is_plain(self) -> bool:
@@ -177,27 +155,12 @@ class TileSparseConfig(QuantizationConfigMixin):
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.to_dict().items())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TileSparseConfig:
-        copied = TileSparseConfig(**self.to_dict())
-        with_it = memo.get(id(self._model()))
-        if isinstance(with_it, nn.Module):
-            copied._model = weakref.ref(with_it)
-        return copied
-
-    def __reduce__(self) -> tuple[Callable[..., TileSparseConfig], tuple[()]]:
-        return partial(TileSparseConfig, **self.to_dict()), ()
-
 
 def method_of(config: Any) -> Any:
     """Return the name of the method of a quantization_config, which may be a dict."""
     if isinstance(config, Mapping):  # of a model that was not made by from_pretrained
         return config.get("quant_method")
     return None if config is None else config.quant_method
-
-
-def owner_of(config: Any) -> nn.Module | None:
-    """Return the model that a configuration follows; another one may hold the same."""
-    return config._model() if isinstance(config, TileSparseConfig) else None
 
 
 OWN = ("weight", "bias", *INDEX_NAMES, *STORED_NAMES)  # names of a layer's tensors
@@ -264,11 +227,9 @@ def check_files(layers: Mapping[str, nn.Module], files: Sequence[str], checksums
 
 
 def _check_forms(name: str, given: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> None:
-    different = sorted(given.keys() ^ expected.keys())
-    if different:
-        there = "there, but not" if different[0] in given else "missing, but"
-        raise CheckpointError(f"{name}.{different[0]}: {there} in the form that the configuration describes")
     for own, source in given.items():
+        if own not in expected:
+            raise CheckpointError(f"{name}.{own}: not in the form that the configuration describes")
         shape, dtype = tuple(expected[own].shape), expected[own].dtype
         alike = source.dtype == dtype or (source.dtype in DTYPES and dtype in DTYPES)
         if source.shape != shape or not alike:
@@ -303,19 +264,15 @@ def settle(name: str, layer: BlockSparseLinear) -> None:
         raise CheckpointError(f"layer {name!r}: {error}") from error
 
 
-# ---- configurations that follow the layers of their models ----
-
-
-TAGS = ("tilesparse", "block-sparse")
+# ---- configurations of models with block-sparse layers ----
 
 
 def follow(model: nn.Module) -> None:
     """Make the configurations of Transformers' models say what their block-sparse layers are.
 
     The patcher and `from_pretrained` call it. Call it yourself after you have put `BlockSparseLinear` into a
-    model by other means, or have changed storages, by which the Trainer decides what may be trained. What
-    `save_pretrained` writes follows the layers from then on. A model with such layers gets a configuration of
-    its own, also in its submodules, so that others that were made of the same one stay as they are.
+    model by other means, or have changed storages, by which the Trainer decides what may be trained.
+    `save_pretrained` calls it in any case.
 
     Args:
         model: a ``PreTrainedModel``, or a module that holds some; each describes its own layers.
@@ -326,37 +283,23 @@ def follow(model: nn.Module) -> None:
     check_can_follow(model)
     for pretrained in _pretrained(model):
         layers = [name for name, _ in sparse_layers(pretrained)]
-        before = getattr(pretrained.config, "quantization_config", None)
-        owner = owner_of(before)
-        if owner not in (None, pretrained) and pretrained in owner.modules():
-            continue  # its configuration is that of the whole, which describes its layers, too
-        if owner is not pretrained and (layers or before is not None):
-            shared = _give_own_config(pretrained)
-        else:
-            shared = None if before is None else before.instead_of
         if layers:
-            config = TileSparseConfig.of(pretrained)
-            config.instead_of = shared
+            config = TileSparseConfig(**section(pretrained))
             _untie(pretrained, layers)
             pretrained.config.quantization_config = config
             # The section that `tilesparse.save` has written to the file it was read from.
             vars(pretrained.config).pop(METHOD, None)
-            pretrained.add_model_tags(list(TAGS))
             _tell_trainer(pretrained, config)
-        elif before is not None:
-            _forget(pretrained)
+        elif method_of(getattr(pretrained.config, "quantization_config", None)) == METHOD:
+            del pretrained.config.quantization_config
+            pretrained.is_quantized = False
+            _drop_quantizer(pretrained)
 
 
 def follow_to_save(model: Any) -> None:
-    """Make the configuration of a model that is about to be saved its own, and right, where it is neither.
-
-    Its layers may have been patched as a part of it, put in by hand or unpickled, or it is dense and made of
-    the configuration of a sparse one.
-    """
-    config = getattr(model.config, "quantization_config", None)
-    owner = owner_of(config)
-    described = owner is not None and model in owner.modules()
-    if not described and (method_of(config) == METHOD or any(sparse_layers(model))):
+    """Make the configuration of a model that is about to be saved right, whatever its layers were before."""
+    is_described = method_of(getattr(model.config, "quantization_config", None)) == METHOD
+    if is_described or any(sparse_layers(model)):
         follow(model)
 
 
@@ -402,6 +345,10 @@ def _untie(model: Any, layers: Sequence[str]) -> None:
     pairs = {target for target, source in before.items() if not weights.isdisjoint((target, source))}
     if not pairs:
         return
+    shared, own = model.config, copy.deepcopy(model.config)  # which models that stay tied may have, too
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -419,31 +366,6 @@ def _tell_trainer(model: Any, config: TileSparseConfig) -> None:
         model.hf_quantizer, model.quantization_method = TileSparseHfQuantizer(config), METHOD
     else:
         _drop_quantizer(model)
-
-
-def _give_own_config(model: Any) -> Any:
-    """Copy the configuration of a model, which others may have, for all its modules; return the former.
-
-    A module may have a part of it, as of the text; one that was patched before the whole has a copy already.
-    """
-    from transformers import PreTrainedConfig
-
-    shared: Any = model.config
-    own: dict[int, Any] = {}
-    copy.deepcopy(shared, own)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, PreTrainedConfig):
-                before = getattr(getattr(value, "quantization_config", None), "instead_of", None)
-                vars(module)[name] = own.get(id(value), own.get(id(before), value))
-    return shared
-
-
-def _forget(model: Any) -> None:
-    del model.config.quantization_config
-    model.is_quantized = False
-    model.model_tags = [tag for tag in model.model_tags or () if tag not in TAGS]
-    _drop_quantizer(model)
 
 
 def _drop_quantizer(model: Any) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._checks import DTYPES, Index, checked_device
+from .._checks import DTYPES, Index, check_module, checked_device
 from .._files import StoredTensor, few, in_threads, named, read_tensor, shown
 from ..config import LayerSpec
 from ..errors import CheckpointError, InvalidArgumentError
@@ -31,7 +27,7 @@ from ..model.match import (
 )
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, experts_like, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear, is_conv1d
-from ..nn.weight import INDEX_NAMES, checked_pattern, declare_shared, resize, take_over, update_spec
+from ..nn.weight import INDEX_NAMES, checked_pattern, declare_shared, resize, take_over
 from ..storage.formats import STORED_NAMES, storage_of
 from .manifest import (
     CONFIG,
@@ -41,8 +37,9 @@ from .manifest import (
     parsed_layers,
     read_headers,
     read_section,
-    state_of,
 )
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class _Place(NamedTuple):
@@ -60,7 +57,6 @@ def load(
     path: str | os.PathLike[str],
     *,
     device: torch.device | str | int | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Model:
     """Load a checkpoint that `save`, or Transformers with this package, has written.
 
@@ -68,15 +64,12 @@ def load(
     `prepare`. Everything is read and checked before the model is changed, and on an error it is as it was.
     Parameters stay the same objects with the same ``requires_grad``, written in place where shape, dtype and
     device allow. Only weights of dense layers that become sparse are new ones: build optimizers afterwards.
-    A save into the folder meanwhile does no harm: one checkpoint or the other is loaded.
 
     Args:
         model_or_class: a model, on the meta device or not; or what makes one when it is called without
-            arguments, whose parameters are on the meta device then, so that no other weights ever exist.
+            arguments.
         path: of the folder.
         device: of all tensors; None leaves each where the model has it, and on the CPU if that is nowhere.
-        dtype: what floating tensors are cast to, but for values in 8 bits and scales; None keeps those of the
-            checkpoint.
 
     Returns:
         The model.
@@ -85,27 +78,12 @@ def load(
         CheckpointNotFoundError: a file is missing.
         CheckpointError: the checkpoint is damaged, newer than this library, or does not fit the model.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {dtype}")
     folder = checked_folder(path)
-    while True:
-        before = state_of(folder)
-        try:
-            return _load(model_or_class, folder, device, dtype)
-        except CheckpointError:
-            if state_of(folder) == before:
-                raise
-
-
-def _load(
-    model_or_class: Model | Callable[[], Model],
-    folder: Path,
-    device: torch.device | str | int | None,
-    dtype: torch.dtype | None,
-) -> Model:
     forms, ties, files = read_section(folder)
     stored = read_headers(folder, files)
-    model = built(model_or_class)
+    is_made = isinstance(model_or_class, nn.Module) or not callable(model_or_class)
+    model: Any = model_or_class if is_made else model_or_class()
+    check_module(model)
     check_can_change(model)
     with named(CONFIG):
         targets = targets_of(model, forms)
@@ -116,10 +94,7 @@ def _load(
     _check_forms(places, sources)
     _check_doubles(doubles)
     _check_references(model, targets, places)
-    contents = _read(targets, places, sources, dtype)
-    if dtype is not None:
-        for layer in _layers(targets).values():
-            update_spec(layer, dtype=dtype)
+    contents = _read(targets, places, sources)
     install(model, targets)
     contents = _written(places, contents)
     moved = _other_buffers(model, places, contents, device)
@@ -132,7 +107,7 @@ def _load(
         assert isinstance(installed, BlockSparseLinear)
         declare_shared(installed)
     layers_changed(model)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def _places(model: nn.Module, targets: Iterable[Target], device: torch.device | None) -> dict[str, _Place]:
@@ -170,8 +145,8 @@ def _kept(module: nn.Module, owner: nn.Module, attribute: str) -> Tensor | None:
 
 
 def _check_references(model: nn.Module, targets: Iterable[Target], places: Mapping[str, _Place]) -> None:
-    """Check that no plain attribute goes on to hold what is replaced, or a tensor without contents."""
-    kept, inside = {id(place.kept) for place in places.values()}, {*model.modules()}
+    """Check that no plain attribute goes on to hold what is replaced."""
+    kept = {id(place.kept) for place in places.values()}
     gone: dict[nn.Module | Tensor, str] = {}
     for target in targets:
         if not isinstance(target.module, BlockSparseLinear):
@@ -183,17 +158,6 @@ def _check_references(model: nn.Module, targets: Iterable[Target], places: Mappi
                 f"model: {place!r} refers to {gone[held]!r}, which load replaces by a block-sparse layer; "
                 "set this attribute after loading"
             )
-        tensors = {place: held} if isinstance(held, Tensor) else {}
-        if isinstance(held, nn.Module) and held not in inside:
-            tensors = {
-                joined(place, own): one for own, one in (*held.named_parameters(), *held.named_buffers())
-            }
-        for name, tensor in tensors.items():
-            if tensor.is_meta and id(tensor) not in kept:
-                raise CheckpointError(
-                    f"model: {name!r} is on the meta device, and the checkpoint has no tensor for it; pass "
-                    "an instance of the model whose tensors have contents"
-                )
 
 
 def _non_persistent(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -211,9 +175,8 @@ def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
     empty = [name for name, _, _, buffer in _non_persistent(model) if buffer.is_meta and buffer not in saved]
     if empty:
         raise CheckpointError(
-            f"model: {few(empty)}: buffers without contents, which no checkpoint has; give load what makes "
-            f"the model, whose buffers have contents then, in place of a model on the meta device; where "
-            f"they are computed from parameters, pass an instance"
+            f"model: {few(empty)}: buffers without contents, which no checkpoint has; pass a model "
+            "whose buffers are not on the meta device"
         )
 
 
@@ -291,10 +254,7 @@ def _check_doubles(doubles: Iterable[tuple[StoredTensor, StoredTensor]]) -> None
 
 
 def _read(
-    targets: Iterable[Target],
-    places: Mapping[str, _Place],
-    sources: Mapping[str, StoredTensor],
-    dtype: torch.dtype | None,
+    targets: Iterable[Target], places: Mapping[str, _Place], sources: Mapping[str, StoredTensor]
 ) -> dict[str, Tensor]:
     """Return the new tensors of the model by name; what is one there or in the checkpoint is one."""
     arrays: dict[StoredTensor, Tensor] = {}
@@ -314,8 +274,7 @@ def _read(
         own = place.attribute if isinstance(place.owner, BlockSparseLinear) else None
         if own == "mask" and len(tensor) and int(tensor.view(*tensor.shape[:2], -1, 4).sum(-1).max()) > 2:
             raise CheckpointError(f"{name!r} must have at most two of each four neighbours, got more")
-        cast = dtype if tensor.dtype in DTYPES and own != "scales" else None
-        tensor = tensor.to(place.device, cast)
+        tensor = tensor.to(place.device)
         if not isinstance(place.tensor, nn.Parameter):
             return tensor
         return nn.Parameter(tensor, place.tensor.requires_grad)
@@ -356,56 +315,6 @@ def _write(kept: Tensor, content: Tensor, place: _Place) -> bool:
         return False
     kept.requires_grad_(trainable)
     return True
-
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
-def built(model_or_class: Model | Callable[[], Model]) -> Model:
-    """Return the model, made on the meta device if it is given as what makes it."""
-    if isinstance(model_or_class, nn.Module):
-        return model_or_class  # type: ignore[return-value]  # a module may be what makes one, too
-    if not callable(model_or_class):
-        raise InvalidArgumentError(
-            "model_or_class must be a module or a function that returns one, got "
-            f"{type(model_or_class).__name__}"
-        )
-    try:
-        with torch.device("cpu"), _parameters_on_meta():
-            model = model_or_class()
-    except (RuntimeError, TypeError) as error:
-        if "meta" not in str(error):
-            raise
-        raise CheckpointError(
-            "model_or_class must not move or read parameters, which are on the meta device while load makes "
-            f"the model: {error}; pass an instance of the model"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model_or_class: it has made a {type(model).__name__}, no module")
-    return model
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Have modules that this thread makes keep their parameters on the meta device, and all else where it is.
-
-    What becomes of other tensors no checkpoint says, so they need contents. A parameter moves when its module
-    gets it, before anything has been written to the memory of most. It stays the same object, so whatever
-    else refers to it gets the weights of the checkpoint as well. One that has views stays where it is.
-    """
-    thread = threading.get_ident()
-
-    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if threading.get_ident() == thread and type(parameter) is nn.Parameter and parameter.is_cpu:
-            with suppress(RuntimeError):
-                moved = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
-
-    hook = register_module_parameter_registration_hook(move)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _layers(targets: Iterable[Target]) -> dict[str, BlockSparseLinear]:

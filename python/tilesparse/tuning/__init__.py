@@ -2,7 +2,7 @@
 
 from .advise import AdviceReport
 from .measure import tune
-from .product import Device, Product, choose, kernels, prefer
+from .product import Device, Product, choose, prefer
 from .store import load
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Device",
     "Product",
     "choose",
-    "kernels",
     "load",
     "prefer",
     "tune",

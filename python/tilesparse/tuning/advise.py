@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import re
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._checks import Progress, aligned, check_block_shape, checked_fraction, listed, shown, without_numbers
-from .._files import replacing, write_json
+from .._checks import aligned, check_block_shape, checked_fraction, listed, shown
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model
-from ..calibrate.stream import call_apart, device_of, listening, uncompiled
+from ..calibrate.stream import device_of, listening, uncompiled
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
-from ..model.fuse import encoders_in, fuse_encoders
 from ..model.match import check_batch, chosen_layers, kept_blocks, matching, names_of_modules, parsed, reasons
-from ..model.replace import sparsify_
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear, dense_weight, evaluating
 from .measure import Call, device_to_measure, layer_call, milliseconds, own_numbers
@@ -39,7 +32,7 @@ UNSTEADY = 1.1  # times as long as the call, from which layers were disturbed
 HOST_BOUND = 1.25  # times as long as the GPU works, from which a call waits for the host
 CAVEATS = (
     "Times of whole models are estimates: the sum of the measured products and of everything else, which is",
-    "taken to be constant; with a fused encoder it was measured. Other runtimes were not. Quality was not:",
+    "taken to be constant. Other runtimes were not measured. Quality was not:",
     "it depends on the model, on pruning and on training, in 8 bits as well. docs/pruning.md and",
     "docs/recovery.md have what was measured for some models, and on which texts.",
 )
@@ -50,7 +43,6 @@ _CPU_DECODE_TOKENS = 8  # that kernels for int4 take there
 _SECONDS = 40.0  # for the calls of all layers, about
 _REPETITIONS = 3, 21  # of a call, at least and at most
 _CALLS = 7  # of the whole model
-_FUSED = ", the encoder fused"  # in tables
 
 
 @torch.no_grad()
@@ -105,7 +97,6 @@ def advise(
         tokens = max(group.tokens for group in groups)
         contenders = contenders_for(device, dtype, densities, shapes, tokens)
         measured, refused = _measured(groups, contenders, device)
-        fused, apart = _fused(model, batch, groups, contenders) if device.type == "cpu" else ({}, {})
     return AdviceReport(
         recorded(device),
         _versions(device),
@@ -113,55 +104,23 @@ def advise(
         whole,
         busy,
         rest if busy_in_rest is None else busy_in_rest,
-        {describe_way(contender): reason for contender, reason in refused.items()} | apart,
-        fused,
+        {describe_way(contender): reason for contender, reason in refused.items()},
     )
-
-
-def _fused(
-    model: nn.Module, batch: Any, groups: Sequence[_Called], contenders: Sequence[Way]
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Return milliseconds of a call of copies whose encoder is one operator, by the words for a contender.
-
-    Also return, of those whose encoder is not, why.
-    """
-    found: dict[str, float] = {}
-    apart: dict[str, str] = {}
-    names = [re.escape(name) for group in groups if group.experts is None for name in group.calls]
-    for contender in contenders:
-        if not isinstance(contender, BlockSparseConfig) or contender.activations != "int8":
-            continue
-        if not encoders_in(model):
-            break
-        twin = copy.deepcopy(model)
-        with warnings.catch_warnings(), contextlib.ExitStack() as undo:
-            warnings.simplefilter("ignore")  # of empty blocks
-            sparsify_(twin, dict.fromkeys(names, contender), strict=False)
-            twin.requires_grad_(False)
-            encoders = fuse_encoders(twin, partial(call_apart, twin, batch), undo)
-            if any(encoder.reason is None for encoder in encoders):
-                run = partial(call_model, twin, batch)
-                (found[describe_way(contender)],) = milliseconds([run], device_of(model), _CALLS)
-            else:
-                reasons_apart = "; ".join(f"{encoder.name}: {encoder.reason}" for encoder in encoders)
-                apart[describe_way(contender) + _FUSED] = reasons_apart
-    return found, apart
 
 
 def _measured(
     groups: Sequence[_Called], contenders: Sequence[Way], device: torch.device
 ) -> tuple[list[MeasuredLayers], dict[Way, str]]:
     """Measure all layers by every contender that computes them; also say why some compute none."""
-    progress, found = Progress(len(groups)), []
+    found = []
     refused: dict[Way, str] = {}
-    for done, group in enumerate(groups, 1):
+    for group in groups:
         calls, why = _calls_of(group, contenders, device)
         refused = {**why, **refused}
         times = _milliseconds(list(calls.values()), device, _SECONDS / len(groups))
         of = dict(zip(calls, times, strict=True))
         sizes, names = (group.shape, group.tokens, dtype_name(group.dtype)), dict.fromkeys(group.calls)
         found.append(MeasuredLayers(*sizes, of, tuple(names), len(group.calls)))
-        progress.show(done, f"products measured, {'x'.join(map(str, group.shape))} the last")
     known = {contender for measured in found for contender in measured.milliseconds}
     return found, {contender: reason for contender, reason in refused.items() if contender not in known}
 
@@ -446,8 +405,7 @@ class Estimate:
     Attributes:
         contender: how the layers are computed: a config, or a dense one, see `MeasuredLayers`.
         layers: milliseconds in these layers: the sum of what was measured.
-        total: milliseconds of the call: ``layers`` and the rest, which is taken to be constant, or what was
-            measured where an encoder is one operator.
+        total: milliseconds of the call: ``layers`` and the rest, which is taken to be constant.
     """
 
     contender: Way
@@ -467,8 +425,6 @@ class AdviceReport:
         busy: milliseconds that a GPU works in it; None on the CPU, or where the profiler does not know.
         rest: milliseconds of a call outside the measured layers, of a GPU those that it works.
         refused: contenders that nothing here computes, and why.
-        fused: milliseconds of a call of the model whose encoder `prepare_for_inference_` makes one operator,
-            by the words for a contender.
     """
 
     device: Device
@@ -478,7 +434,6 @@ class AdviceReport:
     busy: float | None
     rest: float
     refused: Mapping[str, str]
-    fused: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -500,8 +455,7 @@ class AdviceReport:
     def estimates(self) -> list[Estimate]:
         """Return an estimate for each contender, in their order."""
         times = {contender: self._in_layers(contender) for contender in self.contenders}
-        totals = (self.fused.get(describe_way(one), time + self.rest) for one, time in times.items())
-        return [Estimate(*own, total) for own, total in zip(times.items(), totals, strict=True)]
+        return [Estimate(contender, time, time + self.rest) for contender, time in times.items()]
 
     @property
     def best_dense(self) -> Estimate:
@@ -526,30 +480,6 @@ class AdviceReport:
                 "that density and block shape"
             )
         return sum(own[config] for own in times)
-
-    def slower_than_dense(self, contender: BlockSparseConfig | torch.dtype | None) -> list[str]:
-        """Return the names of layers that are no faster by a contender than by the fastest dense one."""
-        return [
-            name
-            for measured in self.layers
-            if measured.time(contender) >= _fastest(measured, None)
-            for name in measured.names
-        ]
-
-    def save(self, path: str | Path) -> None:
-        """Write the numbers of the report to a JSON file."""
-        layers = [
-            {
-                **{name: getattr(one, name) for name in ("names", "shape", "tokens", "dtype", "calls")},
-                "milliseconds": {describe_way(way): time for way, time in one.milliseconds.items()},
-            }
-            for one in self.layers
-        ]
-        others = {name: getattr(self, name) for name in ("call", "busy", "rest", "refused", "fused")}
-        with replacing(path) as file:
-            write_json(
-                file, {"device": asdict(self.device), "versions": self.versions, "layers": layers, **others}
-            )
 
     def __str__(self) -> str:
         return "\n".join(
@@ -601,9 +531,8 @@ class AdviceReport:
             times = [measured.milliseconds.get(contender) for contender in dense]
             times += [_fastest(measured, density) for density in self.densities]
             cells = "x".join(map(str, measured.shape)), str(measured.tokens)
-            for group, names in _groups(measured.names).items():
-                name = group + (f" ({len(names)})" if len(names) > 1 else "")
-                rows.append((name, *cells, *("" if time is None else f"{time:.4f}" for time in times)))
+            shown = ("" if time is None else f"{time:.4f}" for time in times)
+            rows.append((listed(measured.names), *cells, *shown))
         return aligned(rows)
 
     def _rows_of_models(self) -> list[str]:
@@ -614,8 +543,7 @@ class AdviceReport:
         for one in self.estimates():
             times = f"{one.layers:.3f}", f"{one.total:.3f}"
             speedups = f"{dense / one.total:.2f}x", f"{best / one.total:.2f}x"
-            name = describe_way(one.contender)
-            rows.append((name + _FUSED * (name in self.fused), *times, *speedups))
+            rows.append((describe_way(one.contender), *times, *speedups))
         return [*aligned(rows), *(f"not measured: {name}: {why}" for name, why in self.refused.items())]
 
     def _recommendation(self) -> Iterator[str]:
@@ -631,9 +559,6 @@ class AdviceReport:
                 f"recommendation: {describe_way(found.contender)}: about {best.total / found.total:.2f} "
                 f"times as fast as the fastest dense model ({dense})"
             )
-            slower = self.slower_than_dense(found.contender)
-            if slower:
-                yield f"leave dense, where that is as fast: {listed(slower)}"
         yield from CAVEATS
 
 
@@ -645,10 +570,3 @@ def _fastest(measured: MeasuredLayers, density: float | None) -> float:
     """Return the least time of the contenders of a density; None is that of the dense ones."""
     times = measured.milliseconds
     return min((times[one] for one in times if _density(one) == density), default=times[None])
-
-
-def _groups(names: tuple[str, ...]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(without_numbers(name), []).append(name)
-    return {own[0] if len(own) == 1 else group: own for group, own in groups.items()}

@@ -196,7 +196,7 @@ def _check_measurable(product: object, device: torch.device) -> None:
 def _measured(
     product: Product, device: torch.device, described: Device, count: int, repetitions: int
 ) -> Measurement:
-    names = [candidate.kernel for candidate in choose(product, described).candidates[:count]]
+    names = [*choose(product, described).candidates][:count]
     with own_numbers(device):
         one = product_calls(product, device)
     calls = [_on_kernel(1 + kernel_number(name), one.sparse) for name in names]

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -22,7 +22,6 @@ from .. import _C
 from .._checks import (
     BLOCK_SIDES,
     DTYPES,
-    PACKED,
     POLICIES,
     QUANTIZED,
     SCALED,
@@ -183,19 +182,6 @@ def _checked_capability(capability: object) -> tuple[int, int]:
             checked_count("minor of compute_capability", minor, 0, 9),
         )
     raise InvalidArgumentError(f"compute_capability must be (major, minor) or None, got {capability!r}")
-
-
-def describe_estimates(device: Device) -> str:
-    """Say what estimated times of a GPU rest on: measurements of it, or of which other GPU."""
-    reference = Device.find(MEASURED[0])
-    name = next((name for name in MEASURED if name in device.name.split()), None)
-    if name is not None and device.multiprocessors == Device.find(name).multiprocessors:
-        return "measured on this GPU"
-    kernels = "" if device.compute_capability == reference.compute_capability else " with kernels for 8.0"
-    return (
-        f"nothing was measured on this GPU; those of an {reference.name}{kernels}, scaled to "
-        f"{device.multiprocessors} multiprocessors and to clock, bandwidth and rate of tensor cores"
-    )
 
 
 def recorded(device: torch.device | Device) -> Device:
@@ -429,87 +415,10 @@ def in_own_dtype(way: Way) -> Way:
     return BlockSparseConfig(way.density, way.block_shape) if isinstance(way, BlockSparseConfig) else None
 
 
-@dataclass(frozen=True)
-class KernelInfo:
-    """One kernel of the library.
-
-    Attributes:
-        name: name that `prefer` and ``TILESPARSE_KERNEL`` take, or a prefix of it.
-        device: "cpu" or "cuda".
-        compute_capability: (major, minor) that it needs at least; None on the CPU.
-        ops: some of "forward", "dgrad", "wgrad".
-        dtypes: dtypes of the activations.
-        tf32: True if it multiplies float32 in TF32.
-        tile: (tokens, features) of a tile; None if that is not fixed.
-        max_tokens: largest number of tokens; None for any number.
-        storages: some of "plain" and "compressed", which it reads without conversion.
-        values_dtypes: dtypes of values with scales that it reads without dequantization, torch.uint8 for
-            int4; empty if values have the dtype of the activations.
-    """
-
-    name: str
-    device: str
-    compute_capability: tuple[int, int] | None
-    ops: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    tf32: bool
-    tile: tuple[int, int] | None
-    max_tokens: int | None
-    storages: tuple[str, ...]
-    values_dtypes: tuple[torch.dtype, ...]
-
-    def __str__(self) -> str:
-        where = self.device
-        if self.compute_capability is not None:
-            where += f" from {self.compute_capability[0]}.{self.compute_capability[1]}"
-        what = f"{', '.join(self.ops)}; {', '.join(dtype_name(dtype) for dtype in self.dtypes)}"
-        stored = ["2:4"] if "compressed" in self.storages else []
-        stored += ["int4" if dtype == PACKED else dtype_name(dtype) for dtype in self.values_dtypes]
-        values = f"; values {', '.join(stored)}" if stored else ""
-        few = f"; up to {self.max_tokens} tokens" if self.max_tokens else ""
-        return f"{self.name}: {where}; {what}{values}{few}"
-
-
 @cache
-def kernels() -> tuple[KernelInfo, ...]:
-    """Return all kernels of the library, those of the CPU first; `choose` says what runs where."""
-    return tuple(map(_kernel_info, _C.kernels()))
-
-
-def _kernel_info(kernel: _C.KernelInfo) -> KernelInfo:
-    def members(bits: int, names: Mapping[Any, int]) -> tuple[Any, ...]:
-        return tuple(name for name, place in names.items() if bits >> place & 1)
-
-    capability = kernel.min_compute_capability
-    return KernelInfo(
-        kernel.name,
-        KINDS[kernel.device],
-        divmod(capability, 10) if capability else None,
-        members(kernel.ops, {op: place for place, op in enumerate(OPS)}),
-        members(kernel.dtypes, {**DTYPES, **QUANTIZED}),
-        kernel.precision == 1,
-        (kernel.tile_tokens, kernel.tile_features) if kernel.tile_tokens else None,
-        kernel.max_tokens or None,
-        members(kernel.storages, {"plain": 0, "compressed": 1}),
-        members(kernel.values_dtypes, SCALED),
-    )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel that computes a product.
-
-    Attributes:
-        kernel: name of the kernel.
-        microseconds: estimated time; None if there is no estimate.
-    """
-
-    kernel: str
-    microseconds: float | None
-
-    def __str__(self) -> str:
-        time = self.microseconds
-        return f"{self.kernel}, " + ("no estimate" if time is None else f"estimated {time:.1f} us")
+def kernels() -> tuple[_C.KernelInfo, ...]:
+    """Return all kernels of the library, those of the CPU first, by the numbers that it knows them by."""
+    return tuple(_C.kernels())
 
 
 @dataclass(frozen=True)
@@ -521,12 +430,10 @@ class KernelChoice:
         kernel: name of the kernel; None if W is written out and multiplied densely.
         reason: reason of the choice, with estimated or measured times.
         microseconds: estimated time of the choice; None if there is no estimate.
-        runner_up: other kernel with the least estimate, or None.
         dense_microseconds: estimated time of writing W out and the dense product; None if dense products
             were not measured on such a device.
-        candidates: all kernels that compute the product, the least estimate first, otherwise in the order
-            in which the library prefers them.
-        refused: reasons why the other kernels for this kind of device do not compute it, by name.
+        candidates: estimated microseconds, or None, of all kernels that compute the product by name, the
+            least estimate first, otherwise in the order in which the library prefers them.
     """
 
     product: Product
@@ -534,10 +441,8 @@ class KernelChoice:
     kernel: str | None
     reason: str
     microseconds: float | None
-    runner_up: Candidate | None
     dense_microseconds: float | None
-    candidates: tuple[Candidate, ...]
-    refused: Mapping[str, str]
+    candidates: Mapping[str, float | None]
 
     @property
     def dequantizes(self) -> bool:
@@ -549,15 +454,14 @@ class KernelChoice:
         if product.activations is not None:
             return False
         kernel = next(kernel for kernel in kernels() if kernel.name == self.kernel)
-        read = "plain" if product.nm is None else "compressed"
-        return read not in kernel.storages or storage.dtype not in (None, *kernel.values_dtypes)
+        reads = storage.dtype is None or kernel.values_dtypes >> SCALED[storage.dtype] & 1
+        return not (kernel.storages >> (product.nm is not None) & 1 and reads)
 
     def __str__(self) -> str:
         lines = [
             str(self.product),
             f"  on {self.device}",
             f"  {self.kernel or 'dense'}: {self.reason}",
-            f"  next: {self.runner_up or 'no other kernel computes it'}",
         ]
         return "\n".join(lines)
 
@@ -585,34 +489,16 @@ def choose(
     info, names = on.info(), [kernel.name for kernel in kernels()]
     asked = product.descriptor(info, policy=POLICIES.index(policy), prefer=preference())
     index, reason = asked.select(info)
-    candidates, refused = _candidates(product, info)
+    candidates: dict[str, float | None] = {}
+    for number, known in enumerate(kernels()):
+        if known.device == info.device:
+            with suppress(UnsupportedError):
+                candidates[known.name] = asked.estimate(info, number) or None
+    candidates = dict(sorted(candidates.items(), key=lambda each: each[1] or math.inf))
     dense = asked.estimate(info, DEQUANTIZE_AND_RUN_DENSE) or None
     kernel = None if index == DEQUANTIZE_AND_RUN_DENSE else names[index]
-    times = {candidate.kernel: candidate.microseconds for candidate in candidates}
-    return KernelChoice(
-        product,
-        on,
-        kernel,
-        reason,
-        dense if kernel is None else times[kernel],
-        next((candidate for candidate in candidates if candidate.kernel != kernel), None),
-        dense,
-        candidates,
-        refused,
-    )
-
-
-def _candidates(product: Product, info: _C.DeviceInfo) -> tuple[tuple[Candidate, ...], dict[str, str]]:
-    found, refused = [], {}
-    asked = product.descriptor(info)
-    for number, kernel in enumerate(kernels()):
-        if kernel.device != KINDS[info.device]:
-            continue
-        try:
-            found.append(Candidate(kernel.name, asked.estimate(info, number) or None))
-        except UnsupportedError as error:
-            refused[kernel.name] = str(error).partition(": ")[2]
-    return tuple(sorted(found, key=lambda each: each.microseconds or math.inf)), refused
+    estimate = dense if kernel is None else candidates[kernel]
+    return KernelChoice(product, on, kernel, reason, estimate, dense, candidates)
 
 
 @contextmanager

@@ -5,13 +5,11 @@ A document has sections. Each has the device and the versions that it was measur
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,14 +55,9 @@ class Measurement:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the sections of a document; there are none if there is no file."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would let every program wait
-            advice = f"; name another one in {VARIABLE}" if path == tune_file() else ""
-            raise TuneFileError(f"{path} must be a regular file{advice}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    except TuneFileError:
-        raise
     except (OSError, UnicodeDecodeError) as error:
         raise TuneFileError(f"{path}: cannot be read: {error}{_advice(path)}") from error
     with _parsing(path):
@@ -91,11 +84,7 @@ def write(path: Path, sections: Iterable[Mapping[str, Any]]) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
-        advice = f"free the space or the folder, name a file elsewhere in {VARIABLE}, or set that empty to"
-        raise TuneFileError(
-            f"{path}: cannot be written: {error.strerror or error}"
-            + (f"; {advice} keep nothing" if path == tune_file() else "")
-        ) from error
+        raise TuneFileError(f"{path}: cannot be written: {error.strerror or error}{_advice(path)}") from error
 
 
 @contextmanager
@@ -109,7 +98,8 @@ def _parsing(path: Path) -> Iterator[None]:
 
 
 def _advice(path: Path) -> str:
-    return f"; delete it, or name another file in {VARIABLE}" if path == tune_file() else ""
+    is_own = path == tune_file()
+    return f"; delete it, name another file in {VARIABLE}, or set that empty" if is_own else ""
 
 
 def _origin_of(section: Mapping[str, Any]) -> tuple[Device, dict[str, str]]:
@@ -165,12 +155,7 @@ def kernel_number(name: str) -> int:
 
 
 def add_to_file(path: Path, measurement: Measurement) -> None:
-    """Add a measurement to a file, in place of one of the same product on the same device.
-
-    Other programs wait before they add theirs, where the file system has locks. The folder itself is locked,
-    unlike a file lock's own file: nothing is left behind, and users who share a folder need no permission to
-    write a lock of somebody else.
-    """
+    """Add a measurement to a file, in place of one of the same product on the same device."""
     device = recorded(measurement.device)
     fields = asdict(measurement.product) | {"dtype": dtype_name(measurement.product.dtype)}
     entry = {
@@ -178,18 +163,13 @@ def add_to_file(path: Path, measurement: Measurement) -> None:
         "microseconds": dict(measurement.microseconds),
         "dense_microseconds": measurement.dense_microseconds,
     }
-    with ExitStack() as stack:
-        with suppress(OSError):
-            opened = os.open(path.parent, os.O_RDONLY)
-            stack.callback(os.close, opened)
-            fcntl.flock(opened, fcntl.LOCK_EX)
-        sections, products = [], []
-        for section in read(path):
-            if "products" in section and _origin_of(section) == (device, _versions()):
-                products = [old for old in section["products"] if old["product"] != entry["product"]]
-            else:
-                sections.append(section)
-        write(path, [*sections, _section(device, _versions(), products=[*products, entry])])
+    sections, products = [], []
+    for section in read(path):
+        if "products" in section and _origin_of(section) == (device, _versions()):
+            products = [old for old in section["products"] if old["product"] != entry["product"]]
+        else:
+            sections.append(section)
+    write(path, [*sections, _section(device, _versions(), products=[*products, entry])])
 
 
 def count_measurement(measurement: Measurement) -> None:
@@ -246,9 +226,5 @@ def status() -> str:
         found, others = load(path)
     except TuneFileError as error:
         return f"measured kernels: none count: {error}"
-    if not path.exists():
-        return f"measured kernels: none, there is no {path} (tilesparse tune makes it)"
-    devices = Counter(measurement.device.name for measurement in found)
-    counts = ", ".join(f"{count} products on {name}" for name, count in devices.items()) or "none that count"
     ignored = f"; {others} of other CPUs or versions of the library do not count" if others else ""
-    return f"measured kernels: {counts}{ignored}; {path}"
+    return f"measured kernels: {len(found)} products that count{ignored}; {path}"

@@ -6,7 +6,7 @@ first, their loaders keep what they are given, and a shard is cut as soon as all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -301,29 +301,8 @@ class TileSparseConfig(QuantizationConfig):
 PROJECTIONS = ("gate_up", "up", "down")
 
 
-def swiglu_oai(both: Tensor) -> Tensor:
-    """Compute the activation of gpt-oss, whose gates and other features take turns."""
-    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-
-
-def gelu_tanh(both: Tensor) -> Tensor:
-    """Compute the gated unit with GELU by its tanh."""
-    gate, up = both.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-# What is computed between the projections, by vLLM's names; None is what `BlockSparseExperts` has itself.
-ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor] | None]] = {
-    "silu": ("silu", None),
-    "gelu": ("gelu", None),
-    "gelu_tanh": ("none", gelu_tanh),
-    "swigluoai": ("none", swiglu_oai),
-    "silu_no_mul": ("silu", None),
-    "gelu_no_mul": ("gelu", None),
-    "relu2_no_mul": ("none", lambda y: F.relu(y).square()),
-}
-INTERLEAVED = {"swigluoai"}
+# What is computed between the projections, by vLLM's names.
+ACTIVATIONS = ("silu", "gelu")
 
 
 class TileSparseExpertsMethod(FusedMoEMethodBase):
@@ -338,7 +317,6 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self._specs, self._prefix, self._config = dict(specs), prefix, config
         self._activation = layer.activation.value
-        self._gated = bool(self.moe.is_act_and_mul)
         self._tensors: dict[str, tuple[str, ...]] = {}
         self._given: dict[str, dict[str, Tensor]] = {name: {} for name in specs}
         self._cut: dict[str, Any] = {}
@@ -350,7 +328,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         parallel = self.moe.moe_parallel_config
         if self._activation not in ACTIVATIONS:
             return f"the activation {self._activation!r} of its experts is not known"
-        if self.moe.swiglu_limit is not None and self._activation not in INTERLEAVED:
+        if self.moe.swiglu_limit is not None:
             return f"its activation has a limit of {self.moe.swiglu_limit}, which is not known"
         if layer.apply_router_weight_on_input:
             return "it multiplies the inputs of experts, not their results, by the weights of the router"
@@ -360,9 +338,8 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
             return "data and sequence parallelism were not tried with block-sparse experts"
         if self.moe.is_lora_enabled:
             return "vLLM has LoRA for experts by its own kernels alone, not for block-sparse ones"
-        wanted = {"gate_up" if self._gated else "up", "down"}
-        if wanted != {*self._specs}:
-            return f"its experts need {' and '.join(sorted(wanted))}, got {' and '.join(sorted(self._specs))}"
+        if {"gate_up", "down"} != {*self._specs}:
+            return f"its experts need down and gate_up, got {' and '.join(sorted(self._specs))}"
         return None
 
     def create_weights(
@@ -380,7 +357,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         shapes = {
             name: (num_experts * hidden_size, features)
             if name == "down"
-            else (num_experts * features * (1 + self._gated), hidden_size)
+            else (num_experts * features * 2, hidden_size)
             for name in self._specs
         }
         for name, spec in self._specs.items():
@@ -428,11 +405,8 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
     def _rows(self, spec: LayerSpec) -> list[Span]:
         """Return the features of all experts, gates and others, that this process needs."""
         begin, end = self._span_of_rank()
-        halves = 1 + self._gated
-        if self._activation in INTERLEAVED:
-            begin, end, halves = 2 * begin, 2 * end, 1
         assert spec.experts is not None
-        parts = spec.experts * halves
+        parts = 2 * spec.experts
         size = spec.shape[0] // parts
         if size == end - begin:
             return [(0, spec.shape[0])]
@@ -452,11 +426,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         down, up = (experts_for_serving(self._cut.pop(name)) for name in sorted(self._tensors))
         for name in self._tensors:
             del layer._modules[name]
-        activation, function = ACTIVATIONS[self._activation]
-        apply_gate = None if function is None else lambda _, both: function(both)
-        layer.experts = BlockSparseExperts(
-            up, down, gated=self._gated, activation=activation, apply_gate=apply_gate
-        )
+        layer.experts = BlockSparseExperts(up, down, activation=self._activation)
         layer.experts.requires_grad_(False).eval()
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
