@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_packaging import ROOT, copy_for_any_processor, run
+from test_packaging import ROOT, SOONEST, copy_for_any_processor, run
 
 from tilesparse import _C
 from tilesparse.tuning import Device
@@ -112,8 +112,7 @@ def build(sources: Path) -> None:
         "TILESPARSE_ARCHITECTURES": 86,
         "CUTLASS_DIR": sources / "cutlass",
         "CMAKE_CUDA_COMPILER": NVCC,
-        "CMAKE_BUILD_TYPE": "Debug",  # which compiles sooner, and soonest so:
-        "CMAKE_CXX_FLAGS_DEBUG": "-O0",
+        **SOONEST,
         "CMAKE_CUDA_FLAGS_DEBUG": "-Xcicc -O0 -Xptxas -O0",
         "CMAKE_SHARED_LINKER_FLAGS": "-Wl,-z,lazy",
         "TILESPARSE_STATIC": "OFF",

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_packaging import PACKAGE, ROOT, copy_for_any_processor, run
+from test_packaging import PACKAGE, ROOT, SOONEST, copy_for_any_processor, run
 
 CONSUMER = ROOT / "tests" / "cmake"
 BOTH = "tilesparse::tilesparse;tilesparse::tilesparse_static"
@@ -37,13 +37,9 @@ def run_programs(build: Path, *targets: str) -> None:
 @pytest.fixture(scope="module")
 def fetched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The build folder of a project of which the sources are a part, and which wants all there is."""
-    build, sources = tmp_path_factory.mktemp("fetched"), ROOT
-    settings = {"TILESPARSE_STATIC": "ON", "TILESPARSE_INSTALL": "ON", "TILESPARSE_WERROR": "ON"}
-    if shutil.which("ccache") is None:  # which knows all files where CI runs; else what compiles soonest
-        sources = tmp_path_factory.mktemp("sources")
-        copy_for_any_processor(sources)
-        settings |= {"CMAKE_BUILD_TYPE": "Debug", "CMAKE_CXX_FLAGS_DEBUG": "-O0"}
-    settings = {"CMAKE_BUILD_TYPE": "Release", **settings}
+    build, sources = tmp_path_factory.mktemp("fetched"), tmp_path_factory.mktemp("sources")
+    copy_for_any_processor(sources)
+    settings = {"TILESPARSE_STATIC": "ON", "TILESPARSE_INSTALL": "ON", "TILESPARSE_WERROR": "ON", **SOONEST}
     result = configure(build, HOW="FetchContent", TARGETS=BOTH, SOURCES=sources, **settings)
     assert result.returncode == 0, result.stderr
     run("cmake", "--build", build)

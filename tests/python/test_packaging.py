@@ -27,6 +27,15 @@ HEADER = PACKAGE / "include" / "tilesparse" / "tilesparse.h"
 SYMBOLS = (ROOT / "tests" / "c" / "symbols.txt").read_text().split()
 
 
+# What compiles soonest.
+SOONEST = {
+    "CMAKE_BUILD_TYPE": "Debug",
+    "CMAKE_CXX_FLAGS_DEBUG": "-O0",
+    "CMAKE_UNITY_BUILD": "ON",
+    "CMAKE_UNITY_BUILD_BATCH_SIZE": 0,
+}
+
+
 def copy_for_any_processor(target: Path) -> None:
     """Copy what CMake reads, without the kernels of x86, which take most of the time to compile."""
     for name in ("CMakeLists.txt", "LICENSE", "cmake", "cpp", "cuda", "third_party"):

@@ -11,7 +11,7 @@ namespace ts::cpu {
 namespace {
 
 constexpr int64_t kLeastChunkTokens = 96;  // for which values are read from memory
-constexpr int64_t kChunkTokens = 288;      // most tokens whose panels are visited together
+constexpr int64_t kPanelTokens = 288;      // most tokens whose panels are visited together
 constexpr int64_t kSliceFeatures = 1024;   // whose sums wait for the next slice of the panels
 
 class Dds {
@@ -143,7 +143,7 @@ class Dds {
         const int64_t panel_bytes = std::max<int64_t>(depth_, 1) * steps_.tile * steps_.packed_size;
         return steps_.tile * std::clamp<int64_t>(cache_bytes() / panel_bytes,
                                                  ceil_div(kLeastChunkTokens, steps_.tile),
-                                                 kChunkTokens / steps_.tile);
+                                                 kPanelTokens / steps_.tile);
     }
 
     int64_t tile_tokens(int64_t token, int64_t end) const {
