@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesparse import BlockPattern, BlockSparseLinear, functional
-from tilesparse.model import BlockSparseModelPatcher, fuse_mlps_
+from tilesparse.model import fuse_mlps_
 
 LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
 
@@ -155,33 +153,6 @@ MODELS = {
 }
 
 
-class RandomPatcher(BlockSparseModelPatcher):
-    """Keeps blocks of every linear layer at random, scaled so that results keep their variance."""
-
-    def __init__(
-        self, density: float, block_shape: tuple[int, int], seed: int, activations: str | None = None
-    ) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
-        self._activations = activations
-        self.add_pattern("", {"density": density, "block_shape": block_shape})
-
-    def new_child_module(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> BlockSparseLinear:
-        assert isinstance(module, nn.Linear)
-        pattern = BlockPattern.random(
-            module.weight.shape,
-            block_shape=options["block_shape"],
-            density=options["density"],
-            generator=self._generator,
-        )
-        layer = BlockSparseLinear.from_linear(module, pattern=pattern)
-        with torch.no_grad():
-            layer.weight.mul_(pattern.density**-0.5)
-        if self._activations is None:
-            return layer
-        return layer.to_storage(self._activations, activations=self._activations)
-
-
 class Float8Linear(nn.Module):
     """A dense layer [..., in_features] -> [..., out_features] as users would pick it instead.
 
@@ -245,8 +216,19 @@ def make_sparse(
     ``activations``: "int8" or "float8_e4m3fn", which weights are stored in as well. ``x``: an input, without
     which only an nn.Sequential is fused.
     """
-    patcher = RandomPatcher(density, block_shape, seed, activations)
-    patcher.patch_model(model)
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            shape = module.weight.shape
+            pattern = BlockPattern.random(
+                shape, block_shape=block_shape, density=density, generator=generator
+            )
+            layer = BlockSparseLinear.from_linear(module, pattern=pattern)
+            with torch.no_grad():
+                layer.weight.mul_(pattern.density**-0.5)  # so that results keep their variance
+            if activations is not None:
+                layer.to_storage(activations, activations=activations)
+            model.set_submodule(name, layer)
     fuse_mlps_(model, x)
     return model
 

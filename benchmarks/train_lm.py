@@ -25,9 +25,8 @@ from harness import result_parser, run_benchmark, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesparse import BlockPattern, BlockSparseLinear
+from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, sparsify_
 from tilesparse.cli.demo import GPT, Size
-from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.train import Gradual, PatternSchedule, learning_rate_factor, parameter_groups
 
 HEAD = 64  # features of an attention head
@@ -68,18 +67,6 @@ class Text:
         return text[starts + self._window].long()
 
 
-class RandomPatcher(BlockSparseModelPatcher):
-    """Patcher that places blocks at random, for training from scratch."""
-
-    def new_child_module(self, name: str, module: Any, options: Any) -> BlockSparseLinear:
-        pattern = BlockPattern.random(
-            module.weight.shape, block_shape=options["block_shape"], density=options["density"]
-        )
-        layer = BlockSparseLinear.from_linear(module, pattern=pattern, policy=options["policy"])
-        layer.reset_parameters()
-        return layer
-
-
 class Contender:
     """A model in training."""
 
@@ -102,10 +89,16 @@ class Contender:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def _patch(self, density: float) -> None:
-        patcher = RandomPatcher()
-        options = {"density": density, "block_shape": self._arguments.block, "policy": "auto"}
-        patcher.add_pattern(r"blocks\.\d+\.(attention\.(inputs|output)|mlp\.[02])", options)
-        report = patcher.patch_model(self.model)
+        config = BlockSparseConfig(density, self._arguments.block, policy="auto")
+        layers = r"blocks\.\d+\.(attention\.(inputs|output)|mlp\.[02])"
+        report = sparsify_(self.model, config, layers=layers)
+        for layer in self.model.modules():  # blocks at random, for training from scratch
+            if isinstance(layer, BlockSparseLinear):
+                pattern = layer.pattern
+                layer.pattern = BlockPattern.random(
+                    pattern.shape, block_shape=pattern.block_shape, nnz=pattern.nnz
+                )
+                layer.reset_parameters()
         if report.skipped or not report.layers:
             raise SystemExit(f"--block must divide the sides of every layer: {report}")
 

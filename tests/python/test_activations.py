@@ -275,10 +275,8 @@ def batches() -> list[Tensor]:
 
 def test_sparsify_activations(tmp_path: Path) -> None:
     model, x = model_of(), torch.randn(3, 64, generator=seeded(9))
-    dry = ts.sparsify_activations_(model, batches(), 0.6, dry_run=True)
-    assert not any(isinstance(module, BlockSparseLinear) for module in model.modules())
     report = ts.sparsify_activations_(model, batches(), 0.6)
-    assert report.layers == dry.layers and report.skipped == []
+    assert report.skipped == []
     assert [layer.name for layer in report.layers] == ["0.down_proj", "1.down_proj", "2.2"]
     assert 0.6 <= report.facts["off"] <= 0.66 and "neurons are off" in str(report)
     assert all(0 <= layer.error < 1 for layer in report.layers)

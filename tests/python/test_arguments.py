@@ -33,11 +33,11 @@ from tilesparse import (
     BlockSparseMLP,
     prune,
     recover,
+    sparsify_,
     storage,
     train,
 )
 from tilesparse.config import BlockSparseConfig
-from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn import ExpertsLinear, ReferenceBlockSparseLinear
 from tilesparse.tuning import AdviceReport, Device, Product
 from tilesparse.tuning.advise import MeasuredLayers
@@ -52,7 +52,6 @@ NOT_CALLED = {
         "BlockPattern": "from_index",
         "BlockSparseLinear": "register_parameter",
         "BlockSparseMatrix": "to",
-        "model.BlockSparseModelPatcher": "new_child_module",
         "nn.ExpertsLinear": "cut from_linear",
         "recover.trainer.DistillationTrainer": "compute_loss",
         "recover.trainer.PatternCallback": "on_optimizer_step on_save on_train_begin",
@@ -230,16 +229,9 @@ def llama() -> Any:
 
 
 def sparse_llama() -> Any:
-    model, made = llama(), BlockSparseModelPatcher()
-    made.add_pattern(".*up_proj", {"density": 0.5, "block_shape": BLOCK})
-    made.patch_model(model)
+    model = llama()
+    sparsify_(model, BlockSparseConfig(0.5, BLOCK), layers=".*up_proj")
     return model
-
-
-def patcher() -> BlockSparseModelPatcher:
-    made = BlockSparseModelPatcher()
-    made.add_pattern(".*", {"density": 0.5, "block_shape": BLOCK})
-    return made
 
 
 def loss() -> recover.DistillationLoss:
@@ -305,7 +297,6 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "BlockSparseMLP": lambda: BlockSparseMLP(wide(), narrow()),
     "BlockSparseMatrix": matrix,
     "config.LayerSpec": lambda: layer().spec,
-    "model.BlockSparseModelPatcher": patcher,
     "nn.ExpertsLinear": lambda: projection(64, 64),
     "nn.ReferenceBlockSparseLinear": lambda: ReferenceBlockSparseLinear(layer()),
     "recover.DistillationLoss": loss,
@@ -349,9 +340,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "sparsify_": lambda: {"model": dense()},
     "convert": lambda: {"source": DATA / "int8", "folder": "new"},
     "quantize_": lambda: {"config": BlockSparseConfig.w8a16()},
-    "model.BlockSparseModelPatcher.is_patchable": lambda: {"name": "a", "module": nn.Linear(64, 32)},
-    "model.BlockSparseModelPatcher.get_patchable_layers": lambda: {"model": dense()},
-    "model.BlockSparseModelPatcher.patch_model": lambda: {"model": dense()},
     "BlockPattern": lambda: {"crow_indices": [0, 2], "col_indices": [0, 1]},
     "BlockPattern.random": lambda: {"block_shape": BLOCK, "density": 0.5},
     "BlockPattern.from_block_mask": lambda: {"mask": torch.ones(1, 2)},

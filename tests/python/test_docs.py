@@ -81,13 +81,11 @@ class WithResidual(nn.Module):
         return y
 
 
-def test_residuals_and_parametrizations_are_no_differences(recipe: dict[str, Any]) -> None:
+def test_residuals_are_no_differences(recipe: dict[str, Any]) -> None:
     x = torch.randn(8, 64)
-    normed = nn.Sequential(BlockSparseLinear(64, 64, block_shape=32))
-    nn.utils.parametrizations.weight_norm(normed[0], dim=-1)
-    for model in (WithResidual(), normed):
-        ((_, differences),) = recipe["check_layers"](model, lambda model=model: model(x).sum().backward())
-        assert {"y", "gradient of x"} <= set(differences) and max(differences.values()) < 1e-4
+    model = WithResidual()
+    ((_, differences),) = recipe["check_layers"](model, lambda: model(x).sum().backward())
+    assert {"y", "gradient of x"} <= set(differences) and max(differences.values()) < 1e-4
 
 
 def test_every_error_and_every_status_is_explained() -> None:

@@ -433,9 +433,7 @@ def test_models_are_patched_by_structure(kind: str) -> None:
     batch = ZOO[kind].batch(0)
     found = experts_of(model)
     expected = model(**batch).logits
-    patcher = ts.model.BlockSparseModelPatcher()
-    patcher.add_pattern("experts", {"density": 1, "block_shape": BLOCK})
-    report = patcher.patch_model(model)
+    report = ts.sparsify_(model, ts.BlockSparseConfig(1, BLOCK), layers="experts")
     assert set(sparse_experts_of(model)) == set(found)
     assert len(report.layers) == 2 * len(found)
     assert {layer.name.rpartition(".")[0] for layer in report.layers} == set(found)
@@ -464,16 +462,13 @@ class Stacked(nn.Module):
 def test_stacked_weights_that_stay_dense_are_named_in_every_report() -> None:
     model = nn.Sequential(Stacked())
     report = ts.sparsify_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), dry_run=True)
-    patcher = ts.model.BlockSparseModelPatcher()
-    patcher.add_pattern(".*router", {"density": 0.5, "block_shape": BLOCK})
+    config = ts.BlockSparseConfig(0.5, BLOCK)
     batches, sparse = [torch.randn(80, 64)], copy.deepcopy(model)
-    assert "gate_up_proj" in str(patcher.patch_model(sparse))
+    assert "gate_up_proj" in str(ts.sparsify_(sparse, config, layers=".*router"))
     for config in (ts.BlockSparseConfig.w8a8(), ts.BlockSparseConfig.w4a16()):
         quantized = ts.quantize_(copy.deepcopy(sparse), config, batches)
         reasons = {one.name: one.reason for one in quantized.skipped}
         assert "3-D gate_up_proj" in reasons["0"] and "gate_up_proj" in str(quantized)
-    prepared = ts.prepare_for_inference_(copy.deepcopy(sparse), batches[0])
-    assert prepared.facts["stacked"] == ["0.gate_up_proj"] and "0.gate_up_proj" in str(prepared)
     for one in (report, prune_(copy.deepcopy(model), ts.BlockSparseConfig(0.5, BLOCK), batches)):
         assert "0.gate_up_proj" in [parameter.name for parameter in one.dense]
         assert [skipped.name for skipped in one.skipped if "3-D gate_up_proj" in skipped.reason] == ["0"]

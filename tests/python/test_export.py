@@ -13,8 +13,7 @@ from helpers import DEVICES, randn, run_anew, seeded
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tilesparse import BlockSparseLinear
-from tilesparse.model import BlockSparseModelPatcher
+from tilesparse import BlockSparseConfig, BlockSparseLinear, sparsify_
 
 IN, OUT = 96, 64
 FORWARD = """
@@ -163,9 +162,8 @@ class Logits(nn.Module):
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         torch.manual_seed(seed)
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).eval()
-        patcher = BlockSparseModelPatcher()
-        patcher.add_pattern(r".*_proj$", {"density": 0.5, "block_shape": 32})
-        assert len(patcher.patch_model(self.model).layers) == 14
+        report = sparsify_(self.model, BlockSparseConfig(0.5, 32), layers=r".*_proj$")
+        assert len(report.layers) == 14
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.model(ids).logits

@@ -47,10 +47,9 @@ from transformers import (
 from transformers.utils import logging
 
 import tilesparse
-from tilesparse import BlockSparseLinear, densify_
+from tilesparse import BlockSparseConfig, BlockSparseLinear, densify_, sparsify_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.transformers import TileSparseConfig, follow
-from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn.weight import dense_blocks
 
 logging.set_verbosity_error()
@@ -97,9 +96,8 @@ LAYERS = {"roberta": 12, "gpt2": 8, "llama": 14, "vit": 12}
 
 
 def patch(model: nn.Module, regex: str, **options: Any) -> None:
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(regex, {"density": 0.5, "block_shape": (16, 32), **options})
-    assert patcher.patch_model(model).layers
+    config = BlockSparseConfig(**{"density": 0.5, "block_shape": (16, 32), **options})
+    assert sparsify_(model, config, layers=regex).layers
 
 
 def patched(kind: str, **options: Any) -> Any:
@@ -341,12 +339,7 @@ def test_sparse_output_embeddings_are_not_tied(tmp_path: Path, kind: str) -> Non
     assert torch.equal(logits(type(model).from_pretrained(tmp_path)), logits(model))
 
 
-class FalconPatcher(BlockSparseModelPatcher):
-    def is_patchable(self, name: str, module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear) or super().is_patchable(name, module)
-
-
-def test_falcon_is_converted_by_a_patcher_of_ones_own(tmp_path: Path) -> None:
+def test_falcon_is_converted_layer_by_layer(tmp_path: Path) -> None:
     """Its linear layers are of a class of its own."""
 
     def build() -> FalconForCausalLM:
@@ -354,14 +347,9 @@ def test_falcon_is_converted_by_a_patcher_of_ones_own(tmp_path: Path) -> None:
         return FalconForCausalLM(FalconConfig(**sizes, **TOKENS)).eval()
 
     model = build()
-    patcher = FalconPatcher()
-    patcher.add_pattern(r"transformer\.h", {"density": 0.5, "block_shape": (16, 32)})
-    assert {layer.name.rpartition(".")[2] for layer in patcher.patch_model(model).layers} == {
-        "query_key_value",
-        "dense",
-        "dense_h_to_4h",
-        "dense_4h_to_h",
-    }
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            model.set_submodule(name, BlockSparseLinear.from_linear(layer, block_shape=(16, 32)))
     expected = logits(model)
     model.save_pretrained(tmp_path)
     loaded: Any

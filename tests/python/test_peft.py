@@ -23,10 +23,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from tilesparse import BlockSparseLinear
+from tilesparse import BlockSparseConfig, BlockSparseLinear, sparsify_
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.integrations.peft import LoraLinear, MergeLossWarning, merge_loss
-from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.nn.weight import dense_blocks
 
 FORMS: list[dict[str, Any]] = [
@@ -510,9 +509,7 @@ def test_autocast_and_compile() -> None:
 
 
 def patched(model: nn.Module, regex: str) -> Any:
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(regex, {"density": 0.5, "block_shape": 16})
-    report = patcher.patch_model(model)
+    report = sparsify_(model, BlockSparseConfig(0.5, 16), layers=regex)
     assert report.layers and not report.skipped
     return model
 

@@ -35,9 +35,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tilesparse import BlockSparseConfig, BlockSparseLinear, distill_, prune_, reconstruct_
+from tilesparse import BlockSparseConfig, BlockSparseLinear, distill_, prune_, reconstruct_, sparsify_
 from tilesparse.errors import CheckpointError, InvalidArgumentError, UnsupportedError
-from tilesparse.model import BlockSparseModelPatcher
 from tilesparse.recover import DistillationLoss, reconstruction
 from tilesparse.recover import distillation as graphs
 from tilesparse.recover import distillation as losses
@@ -73,9 +72,8 @@ def dense(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def pruned(teacher: nn.Module, name: str, **options: Any) -> Any:
     model = copy.deepcopy(teacher)
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(TARGETS.get(name, name), {"density": 0.5, "block_shape": (16, 16)} | options)
-    assert patcher.patch_model(model).layers
+    config = BlockSparseConfig(**{"density": 0.5, "block_shape": 16, **options})
+    assert sparsify_(model, config, layers=TARGETS.get(name, name)).layers
     return model
 
 

@@ -20,8 +20,7 @@ from tilesparse import BlockPattern, BlockSparseLinear, prune_, sparsify_
 from tilesparse._checks import check_block_shape
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, InvalidTypeError
-from tilesparse.model import BlockSparseModelPatcher
-from tilesparse.model.match import DEFAULT_OPTIONS, NamePattern, matching
+from tilesparse.model.match import NamePattern, matching
 from tilesparse.storage.formats import storage_of
 from tilesparse.tuning.product import Product
 
@@ -45,16 +44,11 @@ def sparse(model: nn.Module) -> set[str]:
 
 
 def test_every_linear_layer_but_the_output_embedding_becomes_sparse() -> None:
-    model, patched = llama(), llama()
+    model = llama()
     linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}
     report = sparsify_(model, CONFIG)
     assert sparse(model) == linear - {"lm_head"} == {layer.name for layer in report.layers}
     assert "output embedding" in {one.name: one.reason for one in report.skipped}["lm_head"]
-    patcher = BlockSparseModelPatcher()
-    patcher.add_pattern(".*", CONFIG)
-    assert patcher.patch_model(patched) == report
-    tokens = torch.arange(16).view(2, 8)
-    assert torch.equal(model(tokens).logits, patched(tokens).logits)
     sparsify_(model, {"lm_head": CONFIG})
     assert sparse(model) == linear
 
@@ -138,17 +132,15 @@ def test_a_dry_run_and_an_error_change_nothing() -> None:
 def test_names_match_whole_components_and_regular_expressions_the_start(
     pattern: str, matched: list[str], others: list[str]
 ) -> None:
-    parsed = NamePattern.parse(pattern)
+    parsed = NamePattern.parse(pattern, "layers")
     assert [name for name in matched + others if parsed.match(name)] == matched
-    exact = NamePattern.parse(pattern, fullmatch=True)
-    assert not any(map(exact.match, others))
 
 
 def test_thousands_of_names_are_looked_up_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {number: [f"layers.{number // 64}.experts.{number % 64}.up"] for number in range(4096)}
     names |= {4096: ["up"], 4097: ["up.base", "x.layers.0.experts.0.up"], 4098: ["layers.1"]}
     texts = [own[0] for own in names.values()] + ["experts.3.up", r".*\.7\.up"]
-    patterns, tried = [NamePattern.parse(text) for text in texts], []
+    patterns, tried = [NamePattern.parse(text, "layers") for text in texts], []
     match = NamePattern.match
     monkeypatch.setattr(NamePattern, "match", lambda own, name: tried.append(name) or match(own, name))  # type: ignore[func-returns-value]
     found = matching(patterns, names)
@@ -217,24 +209,6 @@ def test_choices_that_find_nothing_are_refused(
 # Options.
 
 
-def test_options_are_a_config_or_a_mapping() -> None:
-    config = BlockSparseConfig(0.25, (16, 32), nm=(2, 4), storage="int8", granularity="block", policy="auto")
-    fields = {
-        name: getattr(config, name) for name in ("density", "block_shape", "nm", "storage", "granularity")
-    }
-    models = [nn.Sequential(nn.Linear(64, 64)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    given: list[Any] = [config, {**fields, "policy": "auto"}]
-    for model, options in zip(models, given, strict=True):
-        patcher = BlockSparseModelPatcher()
-        patcher.add_pattern("0", options)
-        patcher.patch_model(model)
-    first, second = models[0][0], models[1][0]
-    assert first.policy == second.policy == "auto"
-    state = second.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in first.state_dict().items())
-
-
 def test_configs_by_name() -> None:
     presets = {
         "int8 W8A8": BlockSparseConfig.w8a8(density=0.25),
@@ -244,28 +218,6 @@ def test_configs_by_name() -> None:
     }
     for name, config in presets.items():
         assert storage_of(config.storage).describe(None, config.activations) == name
-
-
-def test_the_options_of_a_pattern_are_its_density_and_block_shape() -> None:
-    given: list[dict[str, Any]] = []
-
-    class Recorder(BlockSparseModelPatcher):
-        def new_child_module(self, name: str, module: nn.Module, options: Any) -> Any:
-            given.append(dict(options))
-            return super().new_child_module(name, module, options)
-
-    pattern = BlockPattern.from_blocks([(0, 1)], shape=(64, 64), block_shape=32)
-    patcher = Recorder()
-    patcher.add_pattern("0", {"pattern": pattern})
-    patcher.add_pattern("1", {"untie": True})
-    patcher.patch_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(128, 64)))
-    assert [*map(set, given)] == [set(DEFAULT_OPTIONS)] * 2
-    assert (given[0]["density"], given[0]["block_shape"]) == (0.25, (32, 32))
-    assert given[1] == {**DEFAULT_OPTIONS, "untie": True}
-    for options in ({"density": 2}, {"block_shape": 24}):
-        with pytest.raises(InvalidArgumentError, match=next(iter(options))):
-            patcher.add_pattern("0", {"pattern": pattern, **options})
-    patcher.add_pattern("0", {"pattern": pattern, "nm": (2, 4), "block_shape": 16})  # the pattern's counts
 
 
 def test_block_shape_has_one_default() -> None:
@@ -283,7 +235,6 @@ def test_block_shape_has_one_default() -> None:
                 found.add((function.__name__, check_block_shape(shape.default)))
     assert {shape for _, shape in found} == {(64, 64)}
     assert {"BlockSparseLinear", "from_linear", "BlockSparseConfig", "Product"} <= {name for name, _ in found}
-    assert DEFAULT_OPTIONS["block_shape"] == (64, 64)
 
 
 def gappy() -> Tensor:

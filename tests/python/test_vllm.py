@@ -188,9 +188,8 @@ def make_model(kind: str = "llama", pattern: str = EVERY, seed: int = 0, **optio
     of_config = options.pop("config", {})
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **of_config}))
     model = model.float().eval()
-    patcher = tilesparse.model.BlockSparseModelPatcher()
-    patcher.add_pattern(pattern, {"density": 0.5, "block_shape": 32, **options})
-    patcher.patch_model(model)
+    config = tilesparse.BlockSparseConfig(**{"density": 0.5, "block_shape": 32, **options})
+    tilesparse.sparsify_(model, config, layers=pattern)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)

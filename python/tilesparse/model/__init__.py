@@ -1,7 +1,6 @@
 """Whole models: linear layers become block-sparse or dense, MLPs are fused, and reports say what was done."""
 
 from .fuse import fuse_mlps_
-from .replace import BlockSparseModelPatcher
 from .report import Report
 
-__all__ = ["BlockSparseModelPatcher", "Report", "fuse_mlps_"]
+__all__ = ["Report", "fuse_mlps_"]

@@ -64,9 +64,7 @@ class ThresholdedLayer:
         }
 
 
-def sparsify_activations_(
-    model: nn.Module, batches: Iterable[Any], fraction: float = 0.5, *, dry_run: bool = False
-) -> Report:
+def sparsify_activations_(model: nn.Module, batches: Iterable[Any], fraction: float = 0.5) -> Report:
     """Turn off neurons of MLPs: give the layers that multiply them a threshold, without training.
 
     Numbers that enter ``down_proj`` of an MLP, or whatever it is called, count as zero up to the threshold of
@@ -83,7 +81,6 @@ def sparsify_activations_(
             what the others write, and an activation; and each `BlockSparseMLP` and `BlockSparseExperts`.
         batches: what the model is called with, as for `prune_`; hundreds of tokens suffice.
         fraction: of the neurons that are off, in the mean over layers, by their weights' sizes.
-        dry_run: only report; thresholds stay as they are.
 
     Returns:
         For each layer its threshold, the fraction that is off and the error with all thresholds in force; and
@@ -106,8 +103,7 @@ def sparsify_activations_(
         _weigh(model, data[0], layers, number)
         _allocate(layers, number)
         _run(model, data, layers, _Layer.measure, {layer: layer.threshold for layer in layers})
-    if not dry_run:
-        skipped += _set(model, {layer.name: layer.threshold for layer in layers})
+    skipped += _set(model, {layer.name: layer.threshold for layer in layers})
     left = {one.name for one in skipped}
     records = [layer.record() for layer in layers if layer.name not in left]
     mean = sum(layer.size * layer.off for layer in layers) / max(1, sum(layer.size for layer in layers))

@@ -8,9 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
-from functools import partial
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -18,17 +16,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from .._checks import BLOCK_SIZES, check_block_shape, check_flag, check_module, check_shapes, shown
+from .._checks import BLOCK_SIZES, check_block_shape, check_module, check_shapes, shown
 from ..calibrate.stream import call_apart, observing, tensors_in
 from ..config import BlockSparseConfig, check_of_experts
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known, stacked_parameters
 from ..nn.linear import BlockSparseLinear, dense_weight, is_conv1d, is_stored_otherwise, reason_not_dense
-from ..nn.reference import ReferenceBlockSparseLinear
-from ..pattern import BlockPattern, check_parts_beside
 from ..storage.formats import storage_of
 
-Replacement: TypeAlias = BlockSparseLinear | ReferenceBlockSparseLinear | BlockSparseExperts
+Replacement: TypeAlias = BlockSparseLinear | BlockSparseExperts
 
 # What `torch.nn.Module` keeps of the hooks of a call. A new layer shares the containers, so that the
 # handles that were given out still remove their hooks.
@@ -53,12 +49,11 @@ _STATE_HOOKS = (
 
 @dataclass(frozen=True)
 class Target:
-    """A module to replace: all its names, its replacement, and whether blocks were chosen for that."""
+    """A module to replace, with all its names."""
 
     names: list[str]
     module: nn.Module
     replacement: nn.Module
-    chosen: bool = False
 
 
 def layers_in(name: str, module: nn.Module) -> dict[str, Any]:
@@ -138,26 +133,15 @@ def tie_of(
     module: nn.Module,
     names: Mapping[nn.Module, list[str]],
     owners: Mapping[nn.Parameter, list[nn.Module]],
+    held: Mapping[Tensor, str],
 ) -> str | None:
-    """Say with which other modules a module shares a parameter, or return None."""
+    """Say with what else in the model a module shares a parameter, or return None."""
     for name, parameter in module.named_parameters(recurse=False):
         others = [names[owner][0] for owner in owners[parameter] if owner is not module]
+        others += [held[parameter]] if parameter in held else []
         if others:
-            return f"{name} is shared with {', '.join(others)}; the option untie patches it all the same"
+            return f"{name} is shared with {', '.join(others)}; give it a parameter of its own first"
     return None
-
-
-def own_attributes(linear: nn.Module) -> dict[str, object]:
-    """Return the attributes that someone has given to a linear layer."""
-    return {name: value for name, value in vars(linear).items() if name not in _OF_LINEAR}
-
-
-def hidden_attribute(module: nn.Module, replacement: nn.Module) -> str | None:
-    """Say which attribute that someone has given to a layer would hide one of its replacement, or None."""
-    if not is_linear(module):
-        return None
-    hidden = {*dir(replacement), *vars(replacement)} & own_attributes(module).keys()
-    return f"its attribute {min(hidden)} would hide that of a sparse layer; rename it" if hidden else None
 
 
 def hand_over(source: nn.Module, receiver: nn.Module) -> None:
@@ -166,7 +150,9 @@ def hand_over(source: nn.Module, receiver: nn.Module) -> None:
         setattr(receiver, attribute, getattr(source, attribute))
     if not is_linear(source):
         return
-    vars(receiver).update(own_attributes(source))
+    for name, value in vars(source).items():  # that someone has given to it
+        if name not in _OF_LINEAR and not hasattr(receiver, name):
+            setattr(receiver, name, value)
     for name, parameter in source._parameters.items():
         taker = receiver._parameters.get(name)
         if parameter is not None and taker is not None:
@@ -187,16 +173,15 @@ class NamePattern:
     A name stands for the modules whose last components equal it, and for everything inside them: "mlp.up"
     matches "layers.0.mlp.up" and "layers.0.mlp.up.base", "l1" does not match "l10". A text with special
     characters of regular expressions other than dots, such as r"layers\.\d+", is matched against the start of
-    names (`re.match`). With `fullmatch` both have to match the whole name. In a model that has a module of
-    that very name, a name stands for this module alone, and for everything inside it: see `matching`.
+    names (`re.match`). In a model that has a module of that very name, a name stands for this module alone,
+    and for everything inside it: see `matching`.
     """
 
     text: str
     expression: re.Pattern[str] | None  # None of a name
-    fullmatch: bool
 
     @classmethod
-    def parse(cls, text: str, *, fullmatch: bool = False, argument: str = "regex") -> NamePattern:
+    def parse(cls, text: str, argument: str) -> NamePattern:
         """Return the pattern that a text means."""
         try:
             expression = None if _NAME.fullmatch(text) else re.compile(text)
@@ -204,14 +189,13 @@ class NamePattern:
             raise InvalidArgumentError(
                 f"{argument} must be a name or a regular expression, got {shown(text)}: {error}"
             ) from error
-        return cls(text, expression, fullmatch)
+        return cls(text, expression)
 
     def match(self, name: str) -> bool:
         """Return True if the pattern matches a name, whatever other names there are."""
         if self.expression is not None:
-            matched = self.expression.fullmatch if self.fullmatch else self.expression.match
-            return matched(name) is not None
-        return name == self.text if self.fullmatch else f".{self.text}." in f".{name}."
+            return self.expression.match(name) is not None
+        return f".{self.text}." in f".{name}."
 
     def spells(self, names: Iterable[str]) -> bool:
         """Return True if the last component of a name is written out, rather than met by a wildcard."""
@@ -224,9 +208,7 @@ class NamePattern:
 
 def parsed(argument: str, texts: str | Sequence[str]) -> list[NamePattern]:
     """Return the patterns of an argument that is one name or regular expression, or several."""
-    return [
-        NamePattern.parse(text, argument=argument) for text in ([texts] if isinstance(texts, str) else texts)
-    ]
+    return [NamePattern.parse(text, argument) for text in ([texts] if isinstance(texts, str) else texts)]
 
 
 def matching(
@@ -238,7 +220,6 @@ def matching(
     pattern that is the whole name of a module stands for that module alone.
     """
     known = {name for aliases in names.values() for name in aliases}
-    whole: dict[str, list[int]] = {}
     inside: dict[str, list[int]] = {}
     anywhere: dict[str, list[int]] = {}
     expressions = []
@@ -246,14 +227,13 @@ def matching(
         if pattern.expression is not None:
             expressions.append((place, pattern))
             continue
-        found = whole if pattern.fullmatch else inside if pattern.text in known else anywhere
+        found = inside if pattern.text in known else anywhere
         found.setdefault(pattern.text, []).append(place)
     lengths = sorted({text.count(".") + 1 for text in anywhere})
     result: dict[Module, list[int]] = {}
     for module, aliases in names.items():
         own: set[int] = set()
         for name in aliases:
-            own.update(whole.get(name, ()))
             own.update(place for place, pattern in expressions if pattern.match(name))
             parts = name.split(".") if inside or anywhere else []
             for stop in range(1, len(parts) + 1) if inside else ():
@@ -280,28 +260,28 @@ def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-class Reference(NamedTuple):
-    """A place where a model holds a module or a tensor, and whether `follow` can put another there."""
-
-    place: str
-    can_follow: bool
-
-
 _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
-def references(names: Mapping[nn.Module, list[str]]) -> dict[nn.Module | Tensor, Reference]:
-    """Return what attributes, lists, tuples, dicts, sets, partial functions and bound methods hold."""
-    found: dict[nn.Module | Tensor, Reference] = {}
+def references(names: Mapping[nn.Module, list[str]]) -> dict[Tensor, str]:
+    """Return which attribute of the model, with its lists, tuples and dicts, holds a tensor."""
+    found: dict[Tensor, str] = {}
     seen: set[int] = set()
     for module, aliases in names.items():
         for attribute, value in vars(module).items():
             if attribute not in _OF_MODULES:
                 place = f"{aliases[0]}.{attribute}".removeprefix(".")
-                for held, reference in _held(value, place, True, seen):
-                    if held not in found or not reference.can_follow:
-                        found[held] = reference
+                found |= dict.fromkeys(_tensors_held(value, seen), place)
     return found
+
+
+def _tensors_held(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_held(part, seen)
 
 
 def follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
@@ -311,30 +291,6 @@ def follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
         own = vars(module)
         for attribute in own.keys() - _OF_MODULES:
             own[attribute] = _followed(own[attribute], new, seen)
-
-
-def _held(
-    value: Any, place: str, can_follow: bool, seen: set[int]
-) -> Iterator[tuple[nn.Module | Tensor, Reference]]:
-    if isinstance(value, nn.Module | Tensor):
-        yield value, Reference(place, can_follow and isinstance(value, nn.Module))
-        return
-    parts: list[tuple[Any, str, bool]] = []
-    if isinstance(value, list | tuple):
-        parts = [(part, f"{place}[{number}]", can_follow) for number, part in enumerate(value)]
-    elif isinstance(value, dict):
-        parts = [(part, f"{place}[{shown(key)}]", can_follow) for key, part in value.items()]
-        parts += [(key, f"a key of {place}", False) for key in value]
-    elif isinstance(value, set | frozenset):
-        parts = [(part, place, False) for part in value]
-    elif isinstance(value, partial):
-        parts = [(part, place, False) for part in (value.func, value.args, value.keywords)]
-    elif isinstance(value, MethodType):
-        parts = [(value.__self__, place, False)]
-    if parts and id(value) not in seen:
-        seen.add(id(value))
-        for part in parts:
-            yield from _held(*part, seen)
 
 
 def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) -> Any:
@@ -454,67 +410,11 @@ def layers_changed(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class LayerOptions:
-    """Options by which the layers of a rule become block-sparse.
-
-    Attributes:
-        config: how they are stored.
-        pattern: the blocks to keep, whose density and block shape `config` has; None chooses blocks.
-        parts: (r, c), the parts of block rows and columns that keep equally many of the chosen blocks.
-        reference_layers: use `ReferenceBlockSparseLinear`.
-        untie: replace layers that share a parameter with another module, too.
-    """
-
-    config: BlockSparseConfig = field(default_factory=BlockSparseConfig)
-    pattern: BlockPattern | None = None
-    parts: tuple[int, int] = (1, 1)
-    reference_layers: bool = False
-    untie: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.config, BlockSparseConfig):
-            raise InvalidTypeError(f"config must be a BlockSparseConfig, got {shown(self.config)}")
-        if not isinstance(self.pattern, BlockPattern | None):
-            raise InvalidArgumentError(f"pattern must be a BlockPattern, got {type(self.pattern).__name__}")
-        object.__setattr__(self, "parts", check_parts_beside(self.pattern, self.parts))
-        for name in ("reference_layers", "untie"):
-            check_flag(name, getattr(self, name))
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any] | BlockSparseConfig | None) -> LayerOptions:
-        """Return the options of a user's mapping or config, with defaults for what it leaves out."""
-        if isinstance(options, BlockSparseConfig):
-            return cls(options)
-        if options is not None and not isinstance(options, Mapping):
-            raise InvalidTypeError(f"options must be a mapping or a BlockSparseConfig, got {shown(options)}")
-        own = {} if options is None else dict(options)
-        unknown = sorted(map(str, own.keys() - DEFAULT_OPTIONS.keys()))
-        if unknown:
-            raise InvalidArgumentError(f"options must be from {sorted(DEFAULT_OPTIONS)}, got {unknown}")
-        stored = {name: own.pop(name) for name in _STORED if name in own}
-        pattern = own.get("pattern")
-        if isinstance(pattern, BlockPattern):
-            ranked = ("density", "block_shape")  # checked, although the pattern has its own
-            BlockSparseConfig(**{name: stored[name] for name in ranked if name in stored})
-            stored |= {name: getattr(pattern, name) for name in ranked}
-        return cls(BlockSparseConfig(**stored), **own)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the mapping of the public methods, with a value for every option."""
-        own = {name: getattr(self.config, name) for name in _STORED}
-        return own | {one.name: getattr(self, one.name) for one in fields(self) if one.name != "config"}
-
-
-_STORED = [one.name for one in fields(BlockSparseConfig)]
-DEFAULT_OPTIONS: Mapping[str, Any] = LayerOptions().to_mapping()
-
-
-@dataclass(frozen=True)
 class Rule:
     """The layers that a pattern of names matches, and what becomes of them; None leaves them as they are."""
 
     layers: NamePattern
-    options: LayerOptions | None
+    config: BlockSparseConfig | None
 
 
 def rules_of(
@@ -523,7 +423,7 @@ def rules_of(
     """Return the rules that two arguments mean: a config and its layers, or a config by names of layers."""
     if isinstance(config, BlockSparseConfig):
         patterns = parsed("layers", ".*" if layers is None else layers)
-        return [Rule(pattern, LayerOptions(config)) for pattern in patterns]
+        return [Rule(pattern, config) for pattern in patterns]
     if layers is not None:
         raise InvalidArgumentError(
             f"layers must be None beside a mapping in config, which names the layers, got {shown(layers)}"
@@ -534,10 +434,10 @@ def rules_of(
         )
     if not config:
         raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
-    return [
-        Rule(NamePattern.parse(name, argument="config"), None if own is None else LayerOptions(own))
-        for name, own in config.items()
-    ]
+    for name, own in config.items():
+        if not isinstance(own, BlockSparseConfig | None):
+            raise InvalidTypeError(f"config[{name!r}] must be a BlockSparseConfig, got {shown(own)}")
+    return [Rule(NamePattern.parse(name, "config"), own) for name, own in config.items()]
 
 
 @dataclass(frozen=True)
@@ -571,11 +471,11 @@ Refusal: TypeAlias = Callable[[str, nn.Module], str | None]  # by name: why a mo
 
 
 class Match(NamedTuple):
-    """A layer to replace, all its names, the options for it, and whether a rule writes its name out."""
+    """A layer to replace, all its names, the config for it, and whether a rule writes its name out."""
 
     module: nn.Module
     names: list[str]
-    options: LayerOptions
+    config: BlockSparseConfig
     named: bool
 
 
@@ -608,21 +508,18 @@ def match_modules(
         if not own:
             continue
         rule = (naming or own)[0]
-        options = rule.options
-        reason = _reason_to_skip(model, module, aliases, options, refusal)
+        reason = _reason_to_skip(model, module, aliases, rule.config, refusal)
         if reason != NOT_LINEAR:
             heard.add(id(rule))
-            overruled += [(other, rule) for other in own if other.options != rule.options]
+            overruled += [(other, rule) for other in own if other.config != rule.config]
         if reason is None and not naming:
             reason = "output embedding; a pattern that names it patches it"
-        if reason is None and options is not None and not options.untie:
-            reason = tie_of(module, names, owners) or _reason_from(module.parameters(recurse=False), held)
         if reason is None:
-            reason = _reason_from([module], held)
+            reason = tie_of(module, names, owners, held)
         if reason is None and reads is not None and module in reads:
             reason = f"{reads[module]} reads its weight itself"
-        if reason is None and options is not None:
-            matched.append(Match(module, aliases, options, rule.layers.spells(aliases)))
+        if reason is None and rule.config is not None:
+            matched.append(Match(module, aliases, rule.config, rule.layers.spells(aliases)))
         else:
             skipped.append(SkippedLayer(aliases[0], type(module).__name__, reason or STAYS_DENSE))
     for rule, first in overruled:
@@ -635,26 +532,13 @@ def match_modules(
     return matched, skipped
 
 
-def _reason_from(
-    held: Iterable[nn.Module | Tensor], places: Mapping[nn.Module | Tensor, Reference]
-) -> str | None:
-    """Say which attribute of the model would go on holding a dense layer or its parameter, or return None."""
-    for one in held:
-        if one in places and not places[one].can_follow:
-            kind = "it" if isinstance(one, nn.Module) else "a parameter of it, which untie=True leaves there,"
-            return f"{places[one].place} holds {kind} and cannot be changed to hold the sparse one"
-    return None
-
-
 def check_rules(
     rules: Sequence[Rule],
     names: Mapping[nn.Module, list[str]],
     converted: Container[nn.Module],
     skipped: Iterable[SkippedLayer],
 ) -> None:
-    """Raise InvalidArgumentError for rules by which no layer is block-sparse, and if there are none."""
-    if not rules:
-        raise InvalidArgumentError("patterns must be added before a model is patched, got none")
+    """Raise InvalidArgumentError for rules by which no layer is block-sparse."""
     reasons = {layer.name: layer for layer in skipped}
     useful: set[int] = set()  # places of rules
     left: dict[int, list[SkippedLayer]] = {}
@@ -663,7 +547,7 @@ def check_rules(
         if module in converted or isinstance(module, Replacement):
             useful.update(places)
         elif layer is not None:
-            useful.update(place for place in places if rules[place].options is None)
+            useful.update(place for place in places if rules[place].config is None)
             for place in places:
                 left.setdefault(place, []).append(layer)
     for place, rule in enumerate(rules):
@@ -727,7 +611,7 @@ def check_can_be_ranked(weight: Tensor) -> None:
     """Raise InvalidArgumentError for weights without numbers."""
     if weight.is_meta:
         raise InvalidArgumentError(
-            "pattern must be given on the meta device: it has no weights to rank blocks by"
+            "its weight must not be on the meta device, where there is nothing to rank blocks by"
         )
     if bool(weight.isnan().any()):
         raise InvalidArgumentError("its weight must not have NaN, which cannot be ranked")
@@ -756,7 +640,7 @@ def reason_not_linear(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
         return "parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
     if isinstance(module, nn.Linear):
-        return "a subclass of nn.Linear, which may compute something else; override is_patchable to patch it"
+        return "a subclass of nn.Linear, which may compute something else; replace it by from_linear"
     if projections_of(module) is not None:
         return reason_not_known(module) or "its experts are no linear layers"
     stacked = stacked_parameters(module)
@@ -766,27 +650,31 @@ def reason_not_linear(module: nn.Module) -> str | None:
 
 
 def _reason_to_skip(
-    model: nn.Module, module: nn.Module, aliases: list[str], options: LayerOptions | None, refusal: Refusal
+    model: nn.Module,
+    module: nn.Module,
+    aliases: list[str],
+    config: BlockSparseConfig | None,
+    refusal: Refusal,
 ) -> str | None:
     if isinstance(module, Replacement):
         return "already block-sparse"
     reason = refusal(aliases[0], module)
     if reason is not None:
         return reason
-    if options is None:
+    if config is None:
         return STAYS_DENSE
     if module is model:
         return "the model itself cannot be replaced in place"
     reason = reason_from_parents(model, aliases) or what_would_be_lost(module)
     if reason is None and is_linear(module):
-        reason = _reason_not_sparse(module, options)
+        reason = _reason_not_sparse(module, config)
     elif reason is None and projections_of(module) is not None:
-        reason = _reason_not_sparse_experts(module, options)
+        reason = _reason_not_sparse_experts(module, config)
     return reason
 
 
-def _reason_not_sparse(module: Any, options: LayerOptions) -> str | None:
-    """Say what keeps a dense layer with these options from becoming a sparse one that is of use."""
+def _reason_not_sparse(module: Any, config: BlockSparseConfig) -> str | None:
+    """Say what keeps a dense layer from becoming a sparse one that is of use."""
     own = sorted({*module._parameters, *module._buffers, *module._modules})
     if own != ["bias", "weight"]:
         return f"it holds {', '.join(own)} in place of weight and bias (remove weight_norm, pruning, … first)"
@@ -795,19 +683,18 @@ def _reason_not_sparse(module: Any, options: LayerOptions) -> str | None:
         return reason
     if module.weight.numel() == 0:
         return "its weight is empty"
-    bn, bk = check_block_shape(options.config.block_shape)
-    density = options.config.density
+    (bn, bk), density = block_shape_of(config), config.density
     out_features, in_features = module.weight.T.shape if is_conv1d(module) else module.weight.shape
     fits = out_features % bn == 0 and in_features % bk == 0  # another reason otherwise, which comes later
     blocks = (out_features // bn) * (in_features // bk)
-    if options.pattern is None and fits and density > 0 and round(density * blocks) == 0:
+    if fits and density > 0 and round(density * blocks) == 0:
         return f"density {density:g} of its {blocks} blocks in {bn}x{bk} rounds to none"
     return None
 
 
-def _reason_not_sparse_experts(module: nn.Module, options: LayerOptions) -> str | None:
-    """Say what keeps dense experts with these options from becoming sparse ones that are of use."""
-    reason, config = reason_not_known(module), options.config
+def _reason_not_sparse_experts(module: nn.Module, config: BlockSparseConfig) -> str | None:
+    """Say what keeps dense experts from becoming sparse ones that are of use."""
+    reason = reason_not_known(module)
     if reason is not None:
         return reason
     found = projections_of(module)
@@ -816,12 +703,6 @@ def _reason_not_sparse_experts(module: nn.Module, options: LayerOptions) -> str 
         weight = module.get_parameter(name)
         if is_stored_otherwise(weight):
             return reason_not_dense(weight) or f"its {name} is {weight.dtype} of layout {weight.layout}"
-    for name, value, only in (
-        ("pattern", options.pattern, None),
-        ("reference_layers", options.reference_layers, False),
-    ):
-        if value != only:
-            return f"experts need {name}={only!r}"
     try:
         check_of_experts(config.policy, config.activations, config.granularity)
     except InvalidArgumentError as error:
@@ -865,16 +746,16 @@ def chosen_layers(
     matched, skipped = match_modules(model, names, rules, refusal_in_experts, spare_outputs=spare_outputs)
     targets: dict[str, BlockSparseConfig] = {}
     found: set[nn.Module] = set()
-    for module, aliases, options, named in matched:
+    for module, aliases, own, named in matched:
         try:
             with naming_layer(aliases[0]):
-                check_blocks_can_be_chosen(module, block_shape_of(options.config))
+                check_blocks_can_be_chosen(module, block_shape_of(own))
         except CannotBeCutError as error:
             if cut and named:
                 raise
             skipped.append(SkippedLayer(aliases[0], type(module).__name__, str(error.__cause__)))
         else:
-            targets[aliases[0]] = options.config
+            targets[aliases[0]] = own
             found.add(module)
     named_by_mapping = not isinstance(config, BlockSparseConfig)
     if strict and (named_by_mapping or (layers is not None and targets)):
@@ -892,7 +773,7 @@ def reasons_against_experts(model: nn.Module) -> dict[str, str]:
     experts = {module: aliases for module, aliases in names.items() if projections_of(module) is not None}
     if not experts:
         return {}
-    dense = Rule(NamePattern.parse(".*"), LayerOptions(BlockSparseConfig(1.0, min(BLOCK_SIZES))))
+    dense = Rule(NamePattern.parse(".*", "layers"), BlockSparseConfig(1.0, min(BLOCK_SIZES)))
     skipped = match_modules(model, names, [dense], refusal)[1]
     own = {aliases[0] for aliases in experts.values()}
     return {layer.name: layer.reason for layer in skipped if layer.name in own}

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from .._checks import aligned, check_module, empty_of, empty_texts, warn_user, without_numbers
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
-from ..nn.reference import ReferenceBlockSparseLinear
 from ..storage.formats import storage_of
 from .match import Replacement, SkippedLayer, Target, by_reason, layers_in
 
@@ -35,10 +34,9 @@ class SparseLayer:
     """One block-sparse layer, or projection of experts.
 
     `shape` is (out_features, in_features). `policy`, `nm`, `storage` and `activations` are those of the
-    `BlockSparseLinear`; for a `ReferenceBlockSparseLinear`, whose weight is dense, `policy` is "reference".
-    `error` is the layer's `storage_error`: how much 8 or 4 bits change the weights that are kept,
-    not what pruning removes. `before` and `after` are sizes of the dense layer and of this one; `densify_`
-    has them the other way round.
+    `BlockSparseLinear`. `error` is the layer's `storage_error`: how much 8 or 4 bits change the weights that
+    are kept, not what pruning removes. `before` and `after` are sizes of the dense layer and of this one;
+    `densify_` has them the other way round.
     `empty_rows` and `empty_columns` count block rows and columns without a block; 0 on the meta device.
     """
 
@@ -204,24 +202,20 @@ def _layers_of(target: Target) -> Iterator[SparseLayer]:
         yield _described(name, layer, gains)
 
 
-def _described(name: str, layer: BlockSparseLinear | ReferenceBlockSparseLinear, gained: bool) -> SparseLayer:
-    policy: tuple[str, tuple[int, int] | None, str] = "reference", None, "plain"
-    experts, dtype, activations = 1, layer.weight.dtype, None
-    if isinstance(layer, BlockSparseLinear):
-        policy, activations = (layer.policy, layer.nm, layer.storage), layer.activations
-        experts, dtype = layer.spec.experts or 1, layer.spec.dtype
-        rows, columns = layer.pattern.block_indices()
-    else:
-        rows, columns = layer.block_rows, layer.block_cols
-    (height, width), (bn, bk) = (layer.out_features, layer.in_features), layer.block_shape
+def _described(name: str, layer: BlockSparseLinear, gained: bool) -> SparseLayer:
+    experts, dtype = layer.spec.experts or 1, layer.spec.dtype
+    rows, columns = layer.pattern.block_indices()
+    (height, width), (bn, bk) = layer.spec.shape, layer.block_shape
     # Every expert has inputs of its own.
     columns = columns + rows // (height // bn // experts) * (width // bk)
     empty = empty_of((rows, columns), (height, experts * width), (bn, bk))
     count = height * width + (0 if layer.bias is None else layer.bias.numel())
     dense, sparse = Size(count, count * dtype.itemsize), _size([layer])
     sizes = (dense, sparse) if gained else (sparse, dense)
-    spec = (height, width), (bn, bk), layer.density, *policy, layer.storage_error
-    return SparseLayer(name, *spec, *sizes, *empty, activations)
+    stored = layer.policy, layer.nm, layer.storage, layer.storage_error
+    return SparseLayer(
+        name, (height, width), (bn, bk), layer.density, *stored, *sizes, *empty, layer.activations
+    )
 
 
 def _dense_parameters(names: Mapping[nn.Module, list[str]], whole: int) -> list[DenseParameter]:

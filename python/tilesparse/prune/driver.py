@@ -57,7 +57,6 @@ from ..model.match import (
     check_can_change,
     checked_config,
     chosen_layers,
-    hidden_attribute,
     layers_changed,
     names_of_modules,
     naming_layer,
@@ -505,13 +504,8 @@ def prune_(
             }
             made, stack = joined(experts, sparse, targets), calibration.stack
     names = names_of_modules(model)
-    replaced = []
-    for name, layer in made.items():
-        module = model.get_submodule(name)
-        hidden = hidden_attribute(module, layer)
-        if hidden is not None:
-            raise InvalidArgumentError(f"layer {name!r}: {hidden}")
-        replaced.append(Target(names[module], module, layer))
+    modules = {name: model.get_submodule(name) for name in made}
+    replaced = [Target(names[modules[name]], modules[name], layer) for name, layer in made.items()]
     sizes = patch_report("prune_", names, replaced, [])
     if made:
         replace_modules(model, replaced)

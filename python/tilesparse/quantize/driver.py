@@ -150,28 +150,28 @@ def _targets(
             _check_config(each)
     rules, names = rules_of(config, layers), names_of_modules(model)
     places = matching([rule.layers for rule in rules], names)
-    configs = {module: rules[own[0]].options for module, own in places.items() if own}
+    configs = {module: rules[own[0]].config for module, own in places.items() if own}
     owners = owners_of_parameters(names)
     targets: dict[str, BlockSparseConfig] = {}
     skipped: list[SkippedLayer] = []
     used: set[int] = set()  # places of rules that decide about a layer
 
     def reason_not(module: nn.Module) -> str | None:
-        options = configs.get(module)
-        return STAYS_DENSE if options is None else _reason_to_skip(module, owners, options.config)
+        own = configs.get(module)
+        return STAYS_DENSE if own is None else _reason_to_skip(module, owners, own)
 
     refusal = refusal_of(names, reason_not, exclude, filter_fn)
-    for module, options in configs.items():
+    for module, own in configs.items():
         if not (is_linear(module) or _stacked(module)):
             continue
         name = names[module][0]
         reason = refusal(name, module)
-        if reason is None and options is not None:
-            targets[name] = options.config
+        if reason is None and own is not None:
+            targets[name] = own
         else:
             skipped.append(SkippedLayer(name, type(module).__name__, reason or STAYS_DENSE))
-        if name in targets or options is None:
-            used.update(place for place in places[module] if rules[place].options == options)
+        if name in targets or own is None:
+            used.update(place for place in places[module] if rules[place].config == own)
     unused = [rule.layers.text for place, rule in enumerate(rules) if place not in used]
     if layers is None and isinstance(config, BlockSparseConfig):
         unused = []
