@@ -98,7 +98,7 @@ class _Gated(torch.autograd.Function):
         return launch.gate(y, gate, activation_code(activation))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (y, gate), grad = ctx.saved_tensors, grads[0]
         tensors = (grad, y) if gate is None else (grad, y, gate)
         if records_gradient(tensors) or not is_plain(tensors):
@@ -314,7 +314,7 @@ def _counts_writes(x: Tensor) -> bool:
     return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-_KINDS: dict[torch.dtype | None, int] = {**QUANTIZED, None: 0}
+_KINDS: dict[Any, int] = {**QUANTIZED, None: 0}
 
 
 def quantized(x: Tensor, dtype: torch.dtype | None, direct: bool) -> tuple[Tensor, Tensor]:
