@@ -50,7 +50,6 @@ NOT_CALLED = {
     f"{module}.{name}"
     for module, names in {
         "BlockPattern": "from_index",
-        "BlockSparseLinear": "register_parameter",
         "BlockSparseMatrix": "to",
         "nn.ExpertsLinear": "cut from_linear",
         "recover.trainer.DistillationTrainer": "compute_loss",
