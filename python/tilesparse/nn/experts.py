@@ -339,18 +339,7 @@ class ExpertsLinear(BlockSparseLinear):
         gate: Tensor | None = None,
         activation: str = "none",
     ) -> Tensor:
-        """Compute the product, with all else as in `functional.grouped_linear`.
-
-        Args:
-            x: [tokens, in_features], sorted by expert.
-            offsets: int32 [experts + 1]: the tokens of expert e are offsets[e] to offsets[e + 1] - 1.
-            residual: [tokens, out], added to the result, or None.
-            gate: [tokens, out], by which the result is multiplied in the place of a residual, or None.
-            activation: of the result, or of the gate where there is one.
-
-        Returns:
-            y [tokens, out].
-        """
+        """Return y [tokens, out], of arguments as those of `functional.grouped_linear`."""
         return self._product_of_experts(x, offsets, residual, gate, activation, (None, None))
 
     def _product_of_experts(

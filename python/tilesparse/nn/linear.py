@@ -430,10 +430,6 @@ class BlockSparseLinear(StoredWeight):
             scores: see `update_mask_`.
             transposable: see the class.
 
-        Raises:
-            UnsupportedError: the storage is not "plain", or the weight is sharded.
-            InvalidArgumentError: blocks are not 32, 64 or 128 wide, or another argument is not allowed. The
-                layer is as it was.
         """
         check_whole(self, "set_nm")
         check_trainable(self, "set_nm")
@@ -446,13 +442,9 @@ class BlockSparseLinear(StoredWeight):
 
     @torch.no_grad()
     def update_mask_(self: _Layer, scores: Tensor | None = None) -> _Layer:
-        """Choose anew which two of four weights are multiplied. Nothing waits for a GPU.
+        """Choose anew which two of four weights are multiplied: those of the highest scores [nnz, bn, bk].
 
-        Higher scores [nnz, bn, bk] are better; None is the magnitude of the weight.
-
-        Raises:
-            UnsupportedError: the layer is not 2:4, its storage is not "plain", or the weight is sharded.
-            InvalidArgumentError: ``scores`` has another shape.
+        None is the magnitude of the weight. Nothing waits for a GPU.
         """
         check_whole(self, "update_mask_")
         check_trainable(self, "update_mask_")
@@ -490,9 +482,8 @@ class BlockSparseLinear(StoredWeight):
                 already, so that errors make up for each other; `quantize_` finds good ones.
 
         Raises:
-            InvalidArgumentError: another storage, or one that is for 2:4; the weight is not finite, for 8
-                or 4 bits; `activations` of another dtype; limits or values that do not fit. The layer is as
-                it was.
+            InvalidArgumentError: an argument does not fit, or the weight is not finite. The layer is as it
+                was.
             UnsupportedError: the weight is sharded, or offloaded by Accelerate.
         """
         check_whole(self, "to_storage")
