@@ -56,7 +56,7 @@ int32_t dtype_of(DataType dtype) {
         case bf16:
             return TS_BFLOAT16;
         default:
-            refuse("tilesparse: operands must be float64, float32, float16, bfloat16 or int8");
+            refuse("tilesparse: operands must be float64, float32, float16 or bfloat16");
     }
 }
 

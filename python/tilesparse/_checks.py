@@ -89,12 +89,6 @@ def check_content(name: str, tensor: Tensor) -> None:
         raise InvalidArgumentError(f"{name} must be a tensor with content, got one on the meta device")
 
 
-def check_text(name: str, text: object) -> None:
-    """Refuse anything but a string."""
-    if not isinstance(text, str):
-        raise InvalidTypeError(f"{name} must be a string, got {type(text).__name__}")
-
-
 def check_policy(policy: object) -> None:
     """Refuse an unknown policy."""
     if policy not in POLICIES:

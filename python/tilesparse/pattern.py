@@ -625,17 +625,15 @@ def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | Non
 
 
 def kept_blocks(dense: Tensor, pattern: BlockPattern) -> Tensor:
-    """Return a copy [nnz, bn, bk] of the kept blocks of a dense matrix that blocks divide."""
+    """Return a copy [nnz, bn, bk] of the kept blocks of a dense matrix."""
     places = pattern_cache.block_indices(pattern.index_on(dense.device))
     return blocks_of(dense, pattern.block_shape)[places].contiguous()
 
 
 def with_blocks(blocks: Tensor, pattern: BlockPattern) -> Tensor:
-    """Return the dense matrix that has these blocks [nnz, bn, bk] and zeros elsewhere; they divide it."""
-    dense = blocks.new_zeros(pattern.shape)
+    """Return the dense matrix that has these blocks [nnz, bn, bk] and zeros elsewhere."""
     places = pattern_cache.block_indices(pattern.index_on(blocks.device))
-    blocks_of(dense, pattern.block_shape)[places] = blocks
-    return dense
+    return pattern_cache.placed(blocks, places, pattern.shape, pattern.block_shape)
 
 
 @torch.no_grad()

@@ -289,9 +289,9 @@ def test_what_operands_must_be(name: str) -> None:
             linear(values=values.clone().requires_grad_())
     index, (x_values, x_scales) = pattern.index_on(x.device), functional.quantize_activations(x, EIGHT[name])
     for of_x, message in (
-        ((x_values[:5], x_scales), "x_values must have shape"),
-        ((x_values, x_scales[:5]), "x_scales must have shape"),
-        ((x_values.view(torch.uint8), x_scales), "x_values must have shape"),
+        ((x_values[:5], x_scales), "x_values must have"),
+        ((x_values, x_scales[:5]), "x_scales must have"),
+        ((x_values.view(torch.uint8), x_scales), "x_values must have"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             rest = {"scales": scales, "x_values": of_x[0], "x_scales": of_x[1], "fast": True}
@@ -314,7 +314,7 @@ def test_what_operands_with_scales_inside_must_be() -> None:
     index, (x_values, x_scales) = pattern.index_on(x.device), quantized(GROUPED, x)
     for of_x in (x_scales[:, 0], x_scales[:, 1:], x_scales.double()):
         rest = {"scales": scales, "x_values": x_values, "x_scales": of_x, "fast": False}
-        with pytest.raises(InvalidArgumentError, match="x_scales must have shape"):
+        with pytest.raises(InvalidArgumentError, match="x_scales must have"):
             OPS.dds_nt(x, values, *index, **rest)
 
 
@@ -687,7 +687,7 @@ def test_states_with_scales_inside_are_for_such_layers() -> None:
     by_feature = copy.deepcopy(layer).to_storage("float8_e4m3fn", activations="float8_e4m3fn")
     assert by_feature.spec.granularity == "feature"
     for one, other in ((layer, by_feature), (by_feature, layer)):
-        with pytest.raises(RuntimeError, match=r"scales must be \[.* call to_storage"):
+        with pytest.raises(RuntimeError, match=r"scales must be .* call to_storage"):
             one.load_state_dict(other.state_dict())
 
 

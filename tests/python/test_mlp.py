@@ -232,8 +232,6 @@ def test_bad_arguments() -> None:
         ("activation", up, down, {"activation": torch.relu}),
         ("dropout", up, down, {"dropout": 0.1}),
         ("hidden_dropout", up, down, {"hidden_dropout": 0.1}),
-        ("names must have keys from", up, down, {"names": {"left": "right"}}),
-        ("names must differ", up, down, {"names": {"up": "down"}}),
     ):
         options: Any = arguments.pop() if isinstance(arguments[-1], dict) else {}
         with pytest.raises(InvalidArgumentError, match=f"^{match}\\b"):

@@ -300,11 +300,10 @@ LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tens
 # The dtype is its number in DTYPES or QUANTIZED: AOTInductor of PyTorch 2.11 hands operators another
 # ScalarType.
 LIB.define("dequantize_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
-LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")
-LIB.define("quantize_groups(Tensor x) -> (Tensor, Tensor)")
+LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")  # 0: by groups of features
 
 
-def by_number(function: Callable[..., Any], dtypes: Mapping[torch.dtype, int]) -> Callable[..., Any]:
+def by_number(function: Callable[..., Any], dtypes: Mapping[Any, int]) -> Callable[..., Any]:
     """Wrap a function whose last argument is one of these dtypes to take its number."""
 
     def call(*arguments: Any) -> Any:

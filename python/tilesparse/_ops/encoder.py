@@ -171,10 +171,11 @@ class Encoder:
     def _set_weight(self, place: int, weight: EncoderWeight, name: str) -> None:
         pattern, values = weight.pattern, weight.values
         self._values.append(values)
-        arrays = [self._keep(array, f"{name}.pattern", None, torch.int32) for array in pattern._index[:3]]
+        arrays: Any = pattern.crow_indices, pattern.col_indices, pattern.slot
+        addresses = [self._keep(array, f"{name}.pattern", None, torch.int32) for array in arrays]
         self._native.set_weight(
             place,
-            _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, *arrays),
+            _C.Pattern(*pattern.block_shape, *pattern.shape, pattern.nnz, *addresses),
             self._keep(values, f"{name}.values", (pattern.nnz, *pattern.block_shape), torch.int8),
             self._keep(weight.scales, f"{name}.scales", (pattern.out_features,)),
             self._keep(weight.bias, f"{name}.bias", (pattern.out_features,)),

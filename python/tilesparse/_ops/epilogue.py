@@ -98,7 +98,7 @@ class _Gated(torch.autograd.Function):
         return launch.gate(y, gate, activation_code(activation))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (y, gate), grad = ctx.saved_tensors, grads[0]
         tensors = (grad, y) if gate is None else (grad, y, gate)
         if records_gradient(tensors) or not is_plain(tensors):
@@ -314,22 +314,17 @@ def _counts_writes(x: Tensor) -> bool:
     return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+_KINDS: dict[Any, int] = {**QUANTIZED, None: 0}
+
+
 def quantized(x: Tensor, dtype: torch.dtype | None, direct: bool) -> tuple[Tensor, Tensor]:
     """Quantize x by token, or without a dtype by groups of features."""
-    if dtype is None:
-        if direct:
-            return launch.quantize_groups(x)
-        values, scales = _QUANTIZE_GROUPS(x.detach())
-        return values, scales
-    if dtype not in QUANTIZED:
+    if dtype not in _KINDS:
         raise InvalidArgumentError(f"dtype must be one of {list(QUANTIZED)}, got {dtype}")
-    if direct:
-        return launch.quantize(x, dtype)
-    values, scales = _QUANTIZE(x.detach(), QUANTIZED[dtype])
+    values, scales = launch.quantize(x, dtype) if direct else _QUANTIZE(x.detach(), _KINDS[dtype])
     return values, scales
 
 
 _QUANTIZE = register_plainly(
-    "quantize", by_number(launch.quantize, QUANTIZED), by_number(launch.empty_quantized, QUANTIZED)
+    "quantize", by_number(launch.quantize, _KINDS), by_number(launch.empty_quantized, _KINDS)
 )
-_QUANTIZE_GROUPS = register_plainly("quantize_groups", launch.quantize_groups, launch.empty_quantized_groups)

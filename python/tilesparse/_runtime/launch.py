@@ -36,19 +36,15 @@ from .layout import (
     row_stride,
     usable,
 )
-from .pattern_cache import Prepared, allocations, blocks_of, kept_turned, turned
+from .pattern_cache import Prepared, allocations, blocks_of, kept_turned, placed, turned
 from .torch_private import constant_when_compiled, current_device, current_stream, tf32_allowed
 
 
 def expand(values: Tensor, pattern: Prepared) -> Tensor:
     """Return the dense W."""
     _checks.check_values("values", values, pattern.index())
-    (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
-    dense = values.new_zeros(rows + -rows % bn, cols + -cols % bk)
-    # Written through a view: building the blocks and then transposing them takes twice as long.
     with pattern.launching():
-        blocks_of(dense, pattern.block_shape)[pattern.block_indices()] = values
-    return dense[:rows, :cols].contiguous()
+        return placed(values, pattern.block_indices(), pattern.shape, pattern.block_shape)
 
 
 def gather(dense: Tensor, pattern: Prepared) -> Tensor:
@@ -733,50 +729,32 @@ def _run(
 _FEATURES = 16  # of which kernels read multiples
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (values [..., features], scales [...]) of activations; what no kernel can read is refused."""
-    result: tuple[Tensor, Tensor] | None = QUANTIZER.run(x, QUANTIZED[dtype])
+def quantize(x: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return (values [..., features], scales [...]) of activations; what no kernel can read is refused.
+
+    Without a dtype values are float8_e4m3fn with scales [..., features / 128] of groups of features, of which
+    those of one group of all tokens lie side by side.
+    """
+    result: tuple[Tensor, Tensor] | None = None if dtype is None else QUANTIZER.run(x, QUANTIZED[dtype])
     return _quantized(x, dtype) if result is None else result
 
 
-def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Quantize what the native module does not read, or what it does not know yet."""
     values, scales = empty_quantized(x, dtype)
-    QUANTIZER.keep(values.new_empty(0), scales.new_empty(0), QUANTIZED[dtype], Tensor.new_empty)
-    _fill(x, values, scales)
-    return values, scales
-
-
-def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (values [..., features], scales [..., features / 128]) of activations in float8_e4m3fn.
-
-    Scales of one group of all tokens lie side by side.
-    """
-    values, scales = empty_quantized_groups(x)
-    _fill(x, values, scales, scales.stride(-1))
-    return values, scales
-
-
-def _fill(x: Tensor, values: Tensor, scales: Tensor, scales_ld: int = 0) -> None:
-    """Write values and scales of x; ``scales_ld``: of those of groups."""
+    code = QUANTIZED[values.dtype]
+    if dtype is not None:
+        QUANTIZER.keep(values.new_empty(0), scales.new_empty(0), code, Tensor.new_empty)
     if x.numel() == 0:
-        scales.fill_(least_scale())  # of tokens without features, as of zeros
-        return
-    features = x.shape[-1]
+        return values, scales.fill_(least_scale())  # of tokens without features, as of zeros
+    features, scales_ld = x.shape[-1], scales.stride(-1) if dtype is None else 0
+    sizes = x.numel() // features, features
     x, stride = row_major(x)
+    rows, written = (x.data_ptr(), stride), (values.data_ptr(), features)
     with on(x.device):
-        _C.quantize(
-            int(x.is_cuda),
-            DTYPES[x.dtype],
-            QUANTIZED[values.dtype],
-            x.numel() // features,
-            features,
-            (x.data_ptr(), stride),
-            (values.data_ptr(), features),
-            scales.data_ptr(),
-            _stream_of(x),
-            scales_ld,
-        )
+        how = int(x.is_cuda), DTYPES[x.dtype], code
+        _C.quantize(*how, *sizes, rows, written, scales.data_ptr(), _stream_of(x), scales_ld)
+    return values, scales
 
 
 @cache
@@ -785,22 +763,15 @@ def least_scale() -> float:
     return float(_quantized(torch.zeros(1, _FEATURES, device="cpu"), torch.int8)[1])
 
 
-def empty_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_quantized(x: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Check x, and allocate what `quantize` returns."""
-    _check_features(x, _FEATURES)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def empty_quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Check x, and allocate what `quantize_groups` returns."""
-    _check_features(x, _checks.SCALE_GROUP)
-    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return values, empty_group_scales(x, x.shape[:-1], x.shape[-1] // _checks.SCALE_GROUP)
-
-
-def _check_features(x: Tensor, multiple: int) -> None:
     _checks.check_quantizable(x)
+    multiple = _FEATURES if dtype is not None else _checks.SCALE_GROUP
     if x.dim() == 0 or x.shape[-1] % multiple:
         raise InvalidArgumentError(
             f"x must be [..., features] with a multiple of {multiple} features, got shape {tuple(x.shape)}"
         )
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn if dtype is None else dtype)
+    if dtype is None:
+        return values, empty_group_scales(x, x.shape[:-1], x.shape[-1] // multiple)
+    return values, x.new_empty(x.shape[:-1], dtype=torch.float32)

@@ -155,6 +155,17 @@ def blocks_of(matrix: Tensor, block_shape: tuple[int, int]) -> Tensor:
     return matrix.reshape(-(-rows // bn), bn, -(-cols // bk), bk).transpose(1, 2)
 
 
+def placed(
+    values: Tensor, places: tuple[Tensor, Tensor], shape: tuple[int, int], block_shape: tuple[int, int]
+) -> Tensor:
+    """Return the dense matrix with blocks [nnz, bn, bk] at these places, and zeros elsewhere."""
+    (rows, cols), (bn, bk) = shape, block_shape
+    dense = values.new_zeros(rows + -rows % bn, cols + -cols % bk)
+    # Written through a view: building the blocks and then transposing them takes twice as long.
+    blocks_of(dense, block_shape)[places] = values
+    return dense[:rows, :cols].contiguous()
+
+
 class Streams:
     """The order of writes to what is kept on a CUDA device, and of the streams that read it.
 

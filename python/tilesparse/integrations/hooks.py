@@ -68,13 +68,11 @@ def _add_pass(module: Any) -> None:
     """Have Inductor merge equal quantizations."""
     matcher: Any = importlib.import_module("torch._inductor.pattern_matcher")
     x, dtype = matcher.KeywordArg("x"), matcher.KeywordArg("dtype")
-    operators = sys.modules["torch"].ops.tilesparse
-    for operator, arguments in (("quantize", (x, dtype)), ("quantize_groups", (x,))):
-        pattern = matcher.CallFunction(getattr(operators, operator).default, *arguments)
-        matcher.register_graph_pattern(pattern, pass_dict=module.pass_patterns[0])(_merge)
+    pattern = matcher.CallFunction(sys.modules["torch"].ops.tilesparse.quantize.default, x, dtype)
+    matcher.register_graph_pattern(pattern, pass_dict=module.pass_patterns[0])(_merge)
 
 
-def _merge(match: Any, x: torch.fx.Node, dtype: int | None = None) -> None:
+def _merge(match: Any, x: torch.fx.Node, dtype: int) -> None:
     """Replace a quantization by the first one of the same x, if nothing is written to in between."""
     node = match.output_node()
     equal = {user for user in x.users if _is_equal(user, node)}

@@ -18,20 +18,12 @@ from .weight import Stored, stored_of
 def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
     """Return one layer whose result is the results of several layers of one x, one after the other.
 
-    It has the block rows of the first layer, below these those of the second, and so on. One product of more
-    rows takes less time than several, as with q, k and v. Where block shapes differ all blocks are divided
-    into the smallest, see `BlockPattern.refined`; nothing is rounded.
+    One product of more rows takes less time than several, as with q, k and v. Where block shapes differ all
+    blocks are divided into the smallest, see `BlockPattern.refined`; nothing is rounded.
 
     Args:
         layers: which agree in in_features, dtype, device, storage, 2:4, scales, activations and policy. If
             one of them has a bias the result has one, of zeros for those without.
-
-    Returns:
-        A layer of copied tensors.
-
-    Raises:
-        InvalidArgumentError: there is no layer, or they do not agree.
-        UnsupportedError: a weight is sharded.
 
     Examples:
         >>> y = concatenate([q, k, v])(x)  # torch.cat([q(x), k(x), v(x)], -1)
@@ -67,10 +59,7 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
 
 
 def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
-    """Say why layers of one x cannot be one product, or return None.
-
-    Layers whose blocks differ could be one in smaller blocks, which take more time than that saves.
-    """
+    """Say why layers of one x cannot be one product, or return None."""
     sparse = [layer for layer in layers if isinstance(layer, BlockSparseLinear)]
     if len(sparse) < len(layers):
         dense = next(type(layer).__name__ for layer in layers if not isinstance(layer, BlockSparseLinear))

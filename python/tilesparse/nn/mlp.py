@@ -40,11 +40,8 @@ class BlockSparseMLP(nn.Module):
 
     Where no gradient is recorded, activation and gate are fused into the products of ``up``, and a residual
     always into that of ``down``. Layers with hooks on their results, and what adapters put in their places,
-    are called as they are. Activations that no kernel has, and dropout, are left to PyTorch.
-
-    The activations between ``up`` and ``down`` are column-major where that was measured to be faster
-    (docs/performance.md): on CUDA, in 16 bits, for more than 1024 tokens, without gradients, if ``down`` has
-    dense blocks at least 64 high and at most 32 wide. Otherwise they are row-major.
+    are called as they are. Activations that no kernel has, and dropout, are left to PyTorch. What lies
+    between ``up`` and ``down`` is column-major where that was measured to be faster (docs/performance.md).
 
     Args:
         up: [in_features → hidden_features]; None with ``gate_up``.
@@ -54,9 +51,6 @@ class BlockSparseMLP(nn.Module):
         activation: "none", "relu", "gelu" (with erf) or "silu", or a module that works element by element.
         dropout: of the result before the residual, or None.
         hidden_dropout: of what ``down`` multiplies, or None.
-        names: of the attributes that the layers, and a module as activation, are to have: by any of "up",
-            "down", "gate", "gate_up", "activation", "dropout" and "hidden_dropout", which are their names
-            otherwise.
 
     Attributes:
         gated: whether there is a gate.
@@ -76,11 +70,10 @@ class BlockSparseMLP(nn.Module):
         activation: str | nn.Module = "gelu",
         dropout: nn.Dropout | None = None,
         hidden_dropout: nn.Dropout | None = None,
-        names: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         _check_layers(up, down, gate, gate_up)
-        self._names = _checked_names(names)
+        self._names = {role: role for role in _ROLES}
         self.gated = gate is not None or gate_up is not None
         self.activation_name = name_of_activation(activation)
         self._features = 0 if gate_up is None else gate_up.out_features // 2  # of either half
@@ -89,7 +82,7 @@ class BlockSparseMLP(nn.Module):
             if "dropout" in role and not (part is None or isinstance(part, nn.Dropout)):
                 raise InvalidArgumentError(f"{role} must be a torch.nn.Dropout or None, got {shown(part)}")
             if isinstance(part, nn.Module):
-                self.add_module(self._names[role], part)
+                self.add_module(role, part)
 
     @classmethod
     def from_module(cls, module: nn.Module, x: Tensor | None = None) -> BlockSparseMLP:
@@ -129,7 +122,8 @@ class BlockSparseMLP(nn.Module):
         parts: dict[str, Any] = {role: getattr(module, name) for role, name in form.items()}
         # A part may have the name of a role that is not its own.
         others = {role: f"_{role}" for role in _ROLES if role not in form and role in form.values()}
-        mlp = cls(**{"up": None, "down": None} | parts, names=form | others)
+        mlp = cls(**{"up": None, "down": None} | parts)
+        mlp._names |= form | others
         # Its mode, and what others may read of it, such as its config.
         vars(mlp).update((name, value) for name, value in vars(module).items() if name not in vars(mlp))
         mlp._modules = dict(module._modules)  # in their order, by which optimizers know parameters
@@ -137,11 +131,7 @@ class BlockSparseMLP(nn.Module):
         return mlp
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """Compute the function above.
-
-        It takes x [..., in_features] and gives y [..., out_features], without ``down``
-        [..., hidden_features]; a residual of its shape is added.
-        """
+        """Return y [..., out_features], or without ``down`` [..., hidden_features]; a residual is added."""
         hidden = self._hidden(x)
         down, dropout = self._part("down"), self._part("dropout")
         hidden_dropout = self._part("hidden_dropout")
@@ -240,17 +230,6 @@ def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
         raise InvalidArgumentError(f"gate must have the shape {up.spec.shape} of up, got {gate.spec.shape}")
 
 
-def _checked_names(names: Mapping[str, str] | None) -> dict[str, str]:
-    given = dict(names or {})
-    unknown = sorted(set(given) - set(_ROLES))
-    if unknown:
-        raise InvalidArgumentError(f"names must have keys from {list(_ROLES)}, got {unknown}")
-    checked = {role: role for role in _ROLES} | given
-    if len(set(checked.values())) < len(_ROLES):
-        raise InvalidArgumentError(f"names must differ from each other, got {checked}")
-    return checked
-
-
 def _is_bare(module: Any) -> bool:
     """Return True if nothing observes the layer's output, so an epilogue can be fused."""
     return type(module) is BlockSparseLinear and not _is_watched(module)
@@ -343,11 +322,7 @@ def reason_not_fused(module: nn.Module) -> str | None:
 
 @torch.no_grad()
 def form_in_call(module: nn.Module, x: Tensor) -> Form:
-    """Call a module, and return the roles of its parts by what each is called with.
-
-    Raises:
-        UnsupportedError: they are not called as those of an MLP.
-    """
+    """Call a module, and return the roles of its parts by what each is called with."""
     calls: dict[str, _PartCall] = {}
     with ExitStack() as stack:
         for name, part in module.named_children():
@@ -401,13 +376,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 def check_same(
     module: nn.Module, x: Tensor, make: Callable[[nn.Module], nn.Module], down: str | None
 ) -> None:
-    """Compare an MLP with what ``make`` makes of it, on x: in float32, in evaluation and in training.
-
-    The input of the layer called ``down`` is compared, too.
-
-    Raises:
-        UnsupportedError: they differ, or give nothing that shows it.
-    """
+    """Compare an MLP with what ``make`` makes of it, on x: in float32, in evaluation and in training."""
     layers = [layer for layer in module.children() if isinstance(layer, BlockSparseLinear)]
     tolerance = _COARSE if any(layer.activations is not None for layer in layers) else _TOLERANCE
     if x.dtype in (torch.float16, torch.bfloat16):
