@@ -759,13 +759,13 @@ def _drawn(size: int, first: Tensor, kept: int, generator: torch.Generator | Non
     return torch.cat((first, order[others[order]]))[:kept]
 
 
-def kept_blocks(dense: Tensor, pattern: PatternView) -> Tensor:
+def kept_blocks(dense: Tensor, pattern: BlockPattern) -> Tensor:
     """Return a copy [nnz, bn, bk] of the kept blocks of a dense matrix that blocks divide."""
     places = pattern_cache.block_indices(pattern.index_on(dense.device))
     return blocks_of(dense, pattern.block_shape)[places].contiguous()
 
 
-def with_blocks(blocks: Tensor, pattern: PatternView) -> Tensor:
+def with_blocks(blocks: Tensor, pattern: BlockPattern) -> Tensor:
     """Return the dense matrix that has these blocks [nnz, bn, bk] and zeros elsewhere; they divide it."""
     dense = blocks.new_zeros(pattern.shape)
     places = pattern_cache.block_indices(pattern.index_on(blocks.device))
