@@ -14,15 +14,14 @@ from torch import nn
 from .._checks import check_module, listed
 from ..calibrate.stream import call, call_apart, device_of, listening, uncompiled
 from ..errors import InvalidArgumentError
-from ..nn.experts import ExpertsLinear, stacked_in
+from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
-from ..nn.merged import product_of
 from ..nn.weight import is_sharded, take_over
 from ..storage.formats import storage_of
 from ..tuning.measure import milliseconds, tune
 from ..tuning.product import Product, choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
-from .fuse import FusedEncoder, fuse_encoders, merge_layers, mlps_to_fuse, unfuse
+from .fuse import FusedEncoder, fuse_encoders, mlps_to_fuse, unfuse
 from .match import SkippedLayer, check_batch, layers_changed, replace_modules
 from .report import Report
 
@@ -41,25 +40,23 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
     dequantized as well. Layers with the policy "sparse" get "auto" where the dense product may be faster.
     With a batch
 
-    - layers that their module calls with one x, such as q, k and v, share one product;
     - on the CPU, the layers of an encoder of Transformers in int8 become one operator (docs/embeddings.md);
     - the three kernels with the least estimates and the dense product are measured for every product and its
       number of tokens in that batch, and kept for later programs, see `tune`.
 
-    What is merged or fused is compared with what the layers give by themselves. Names, hooks, state dicts and
+    What is fused is compared with what the layers give by themselves. Names, hooks, state dicts and
     checkpoints stay as they are, except for what was stored in another way. Nothing is undone but by loading
-    the model again. Layers that are changed afterwards compute by themselves again, see docs/serving.md.
+    the model again.
 
     Args:
         model: changed in place; on an error it is as it was.
         batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
-            tensor, on the model's device. None measures nothing and merges no layers.
+            tensor, on the model's device. None measures nothing.
 
     Returns:
-        A `PreparedProduct` for each product of block-sparse layers, in the order of the model; what was not
-        fused or merged, with the reason; and as ``facts`` "mlps" and "encoders", the names of fused MLPs and
-        encoders, "stacked", the names of 3-D parameters, which stay as they are, and with a batch
-        "seconds_before" and "seconds_after", the times of a call of the model.
+        A `PreparedProduct` for each block-sparse layer, in the order of the model; what was not fused, with
+        the reason; and as ``facts`` "mlps" and "encoders", the names of fused MLPs and encoders, and with a
+        batch "seconds_before" and "seconds_after", the times of a call of the model.
 
     Raises:
         UnsupportedError: no kernel computes a product on the device of a layer.
@@ -90,12 +87,8 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
             model.requires_grad_(False)  # of what they hold now, too
         encoders: list[FusedEncoder] = []
         if batch is not None:
-            apart, merged = merge_layers(model, partial(call_apart, model, batch))
-            skipped += apart
-            for product in merged:
-                undo.callback(product.undo)
             encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
-        steps = [_step(*product, tokens, stored) for product in _products(model).items()]
+        steps = [_step(name, layer, tokens, stored) for name, layer in _named(model).items()]
         measured = _measured(steps)
         for step in steps:
             _choose_policy(step)
@@ -103,15 +96,14 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
             step.layer.prepack(step.dequantized or not step.layer.weight.is_cpu)
         products = [entry for step in steps for entry in _entries(step, measured)]
         products += [
-            _line((name,), layer, ("nothing to choose",))
+            _line(name, layer, ("nothing to choose",))
             for name, layer in model.named_modules()
             if isinstance(layer, ExpertsLinear)
         ]
         after = None if batch is None else _seconds(model, batch)
-        stacked = [f"{name}.{own}".lstrip(".") for name, owns in stacked_in(model).items() for own in owns]
         undo.pop_all()
     mlp_names = [target.names[0] for target in mlps]
-    return _report(products, mlp_names, encoders, skipped, (before, after), stacked)
+    return _report(products, mlp_names, encoders, skipped, (before, after))
 
 
 def _report(
@@ -120,21 +112,18 @@ def _report(
     encoders: list[FusedEncoder],
     skipped: list[SkippedLayer],
     seconds: tuple[float | None, float | None],
-    stacked: list[str],
 ) -> Report:
     notes = [f"{len(mlps)} MLPs fused" + (f": {listed(mlps)}" if mlps else "")]
-    facts: dict[str, Any] = {"mlps": mlps, "stacked": stacked}
+    facts: dict[str, Any] = {"mlps": mlps}
     facts["encoders"] = [one.name for one in encoders if one.reason is None]
     for one in encoders:
         if one.reason is None:
             notes.append(f"{one.name}: {one.count} {one.kind} as one operator")
         else:
             skipped.append(SkippedLayer(one.name, f"{one.count} {one.kind}", one.reason))
-    if stacked:
-        notes.append(f"3-D parameters that stay dense: {listed(stacked)}")
     before, after = seconds
     if before is None or after is None:
-        notes.append("pass a batch to merge layers of one x, to fuse more MLPs and to measure")
+        notes.append("pass a batch to fuse more MLPs and to measure")
     else:
         notes.append(f"a call took {1e3 * before:.2f} ms before, {1e3 * after:.2f} ms after")
         facts |= {"seconds_before": before, "seconds_after": after}
@@ -165,10 +154,10 @@ def _remember(model: nn.Module, layers: Sequence[BlockSparseLinear], undo: ExitS
 
 
 class _Step(NamedTuple):
-    """A product of the prepared model, and the layers that share it."""
+    """A product of the prepared model."""
 
-    members: dict[str, BlockSparseLinear]
-    layer: BlockSparseLinear  # which computes it
+    name: str
+    layer: BlockSparseLinear
     tokens: list[int]  # to measure it with
     done: tuple[str, ...]  # in words
     dequantized: bool  # it multiplies dense blocks that are kept beside the stored ones
@@ -228,31 +217,23 @@ def _store_for_kernels(layer: BlockSparseLinear) -> bool:
     return True
 
 
-def _products(model: nn.Module) -> dict[BlockSparseLinear, dict[str, BlockSparseLinear]]:
-    """Return the layers that have one product, by name, by the layer that computes it."""
-    found: dict[BlockSparseLinear, dict[str, BlockSparseLinear]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear):
-            product = product_of(module)
-            found.setdefault(module if product is None else product.whole, {})[name] = module
-    return found
+def _named(model: nn.Module) -> dict[str, BlockSparseLinear]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear)
+    }
 
 
-def _step(
-    layer: BlockSparseLinear,
-    members: dict[str, BlockSparseLinear],
-    tokens: _Tokens,
-    stored: set[BlockSparseLinear],
-) -> _Step:
+def _step(name: str, layer: BlockSparseLinear, tokens: _Tokens, stored: set[BlockSparseLinear]) -> _Step:
     """Return what becomes of a product: kernels may multiply something else than the stored weight."""
-    counts = [count for each in members.values() for count in tokens.get(each, ())]
+    counts = tokens.get(layer, [])
     whole, on_cpu = not is_sharded(layer.weight), layer.weight.is_cpu
     dequantized = whole and on_cpu and is_converted_in_calls(layer, counts)
-    done = ["merged"] if len(members) > 1 else []
-    done += ["stored as kernels read it"] if stored & set(members.values()) else []
+    done = ["stored as kernels read it"] if layer in stored else []
     done += ["dequantized once"] if dequantized else [] if on_cpu else ["prepacked"]
     measurable = dict.fromkeys(counts if whole and layer.density else ())
-    return _Step(members, layer, list(measurable), tuple(done), dequantized)
+    return _Step(name, layer, list(measurable), tuple(done), dequantized)
 
 
 def _measured(steps: Iterable[_Step]) -> Mapping[Product, Measurement]:
@@ -276,28 +257,25 @@ def _choose_policy(step: _Step) -> None:
         choices = [choose(product, layer.weight.device, policy="auto") for product in step.products()]
         if all(choice.kernel is not None for choice in choices):
             return
-    for each in (layer, *step.members.values()):
-        each.policy = "auto"
+    layer.policy = "auto"
 
 
 def _entries(step: _Step, measured: Mapping[Product, Measurement]) -> Iterator[PreparedProduct]:
     """Yield the lines of a report about a product, one for each number of tokens."""
-    layer, names = step.layer, tuple(step.members)
+    layer, name = step.layer, step.name
     for count, product in zip(step.tokens, step.products(), strict=True):
         kernel = choose(product, layer.weight.device, policy=layer.policy).kernel or "dense"
         times = measured[product]
         least = times.microseconds[times.kernel]
-        yield _line(names, layer, step.done, count, kernel, least, times.dense_microseconds)
+        yield _line(name, layer, step.done, count, kernel, least, times.dense_microseconds)
     if not step.tokens:
-        yield _line(names, layer, step.done)
+        yield _line(name, layer, step.done)
 
 
-def _line(
-    names: tuple[str, ...], layer: BlockSparseLinear, done: tuple[str, ...], *measured: Any
-) -> PreparedProduct:
+def _line(name: str, layer: BlockSparseLinear, done: tuple[str, ...], *measured: Any) -> PreparedProduct:
     storage = storage_of(layer.storage).describe(layer.nm, layer.activations)
     shape = layer.out_features, layer.in_features
-    return PreparedProduct(names, shape, storage, layer.policy, done, *measured)
+    return PreparedProduct(name, shape, storage, layer.policy, done, *measured)
 
 
 @dataclass(frozen=True)
@@ -305,10 +283,10 @@ class PreparedProduct:
     """One product of a prepared model, and the number of tokens that the batch gave it.
 
     Attributes:
-        names: names of the layers whose product it is, several if they share it.
-        shape: (out_features, in_features), of all of them together.
-        storage: storage of the layers as tables name it, such as "2:4 int8".
-        policy: policy of the layers.
+        name: name of the layer.
+        shape: (out_features, in_features).
+        storage: storage of the layer as tables name it, such as "2:4 int8".
+        policy: policy of the layer.
         done: what was done, in words.
         tokens: number of tokens of its x in the batch; None without a batch, or if nothing was measured: the
             batch does not call the layers, they have no blocks, or processes have parts of them.
@@ -318,7 +296,7 @@ class PreparedProduct:
         dense_microseconds: measured time of writing W out and multiplying densely; None likewise.
     """
 
-    names: tuple[str, ...]
+    name: str
     shape: tuple[int, int]
     storage: str
     policy: str
@@ -330,13 +308,10 @@ class PreparedProduct:
 
     def row(self) -> dict[str, str]:
         """Return the cells of a table, by column."""
-        parent = self.names[0].rpartition(".")[0]
         times = self.microseconds, self.dense_microseconds
         us, dense_us = ("" if time is None else f"{time:.1f}" for time in times)
         return {
-            "layers": ", ".join(
-                [self.names[0], *(name.removeprefix(f"{parent}.") for name in self.names[1:])]
-            ),
+            "layer": self.name,
             "shape": "{}x{}".format(*self.shape),
             "storage": self.storage,
             "policy": self.policy,

@@ -22,7 +22,7 @@ from ..pattern import BlockPattern, check_parts_beside, with_blocks
 from .linear import BlockSparseLinear, best_blocks, layer_of, layer_of_dense
 from .merged import concatenate
 from .mlp import gated_halves, name_of_activation
-from .weight import StoredWeight, dense_blocks, is_sharded, layer_index, stored_of, update_spec
+from .weight import dense_blocks, is_sharded, layer_index, stored_of, update_spec
 
 
 class BlockSparseExperts(nn.Module):
@@ -502,13 +502,6 @@ def stacked_parameters(module: nn.Module) -> list[str]:
         and torch.is_floating_point(parameter)
         and not isinstance(module, nn.modules.conv._ConvNd)
     ]
-
-
-def stacked_in(model: nn.Module) -> dict[str, list[str]]:
-    """Return `stacked_parameters` of the dense modules of a model by the names of modules."""
-    dense = {name: module for name, module in model.named_modules() if not isinstance(module, StoredWeight)}
-    found = {name: stacked_parameters(module) for name, module in dense.items()}
-    return {name: parameters for name, parameters in found.items() if parameters}
 
 
 def routing_of(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -385,7 +385,6 @@ class BlockSparseLinear(StoredWeight):
 
     @threshold.setter
     def threshold(self, threshold: float | None) -> None:
-        self._end_merging()
         self._threshold = replace(self.spec, threshold=threshold).threshold
 
     def to_linear(self) -> nn.Linear:
@@ -596,7 +595,6 @@ class BlockSparseLinear(StoredWeight):
         )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        self._end_merging()
         load_rest = partial(super()._load_from_state_dict, state_dict, prefix, *others)
         load(self, state_dict, prefix, others, load_rest)
 
@@ -621,10 +619,6 @@ class BlockSparseLinear(StoredWeight):
             gate_threshold: magnitude up to which the activated gate counts as zero, or None.
 
         """
-        if self._merged is not None and activation == "none" and not column_major_output:
-            product, number = self._merged
-            if residual is None and gate is None and (y := product.result(number, input)) is not None:
-                return y  # type: ignore[no-any-return]
         if self._origin.pending:
             self._validate_pattern()
         try:
