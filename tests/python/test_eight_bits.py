@@ -740,7 +740,7 @@ def test_states_with_scales_inside_are_for_such_layers() -> None:
     by_feature = copy.deepcopy(layer).to_storage("float8_e4m3fn", activations="float8_e4m3fn")
     assert by_feature.spec.granularity == "feature"
     for one, other in ((layer, by_feature), (by_feature, layer)):
-        with pytest.raises(RuntimeError, match=r"scales must be \[.* call to_storage"):
+        with pytest.raises(RuntimeError, match=r"scales must be .* call to_storage"):
             one.load_state_dict(other.state_dict())
 
 

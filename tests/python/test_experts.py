@@ -304,7 +304,7 @@ def test_routing_is_refused_where_it_does_not_fit() -> None:
     x, index, weights = routed(dense_experts("mixtral"), torch.float32)
     for inputs, name in (
         ((x[None], index, weights), "hidden_states must be"),
-        ((x, index[1:], weights), "top_k_index must be"),
+        ((x, index[1:], weights), "top_k_index"),
         ((x, index, weights[:, :1]), "top_k_weights must have the shape"),
         ((x, index.float(), weights), "top_k_index must be int32 or int64"),
     ):

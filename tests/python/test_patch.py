@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import warnings
@@ -28,12 +29,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import tilesparse
 from tilesparse import BlockSparseLinear, densify_, prune_, sparsify_, summary
 from tilesparse.cli.demo import GPT, SIZES
 from tilesparse.config import BlockSparseConfig
 from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.model import Report
 from tilesparse.model.match import SkippedLayer
+from tilesparse.train import PatternSchedule
 
 BLOCKS = r"blocks\.\d+\.(attention|mlp)\."
 
@@ -757,3 +760,39 @@ def test_attributes_of_layers_and_weights_are_carried_over() -> None:
     said = {one.name: one.reason for one in report.skipped}
     for name, word in (("2", "main_grad"), ("3", "compiled")):
         assert word in said[name]
+
+
+def quantized(layer: Any) -> Any:
+    return layer.to_storage("int8", activations="int8")
+
+
+UNDER_ANOTHER_DEVICE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "product": lambda model, x: model(x),
+    "training": lambda model, x: model(x).square().mean().backward(),
+    "initial values": lambda model, x: model[2].reset_parameters(),
+    "2:4": lambda model, x: model[2].set_nm((2, 4)).update_mask_(),
+    "8 bits": lambda model, x: quantized(model[2])(torch.relu(x)),
+    "copy": lambda model, x: copy.deepcopy(model)(x),
+    "state": lambda model, x: model.load_state_dict(model.state_dict()),
+    "cut": lambda model, x: model[2].cut((0, 32)),
+    "dense": lambda model, x: densify_(model),
+    "sparsify_": lambda model, x: sparsify_(model, BlockSparseConfig(0.5, 32)),
+    "prune_": lambda model, x: prune_(model, BlockSparseConfig(0.5, 32), [x]),
+    "quantize_": lambda model, x: tilesparse.quantize_(model, BlockSparseConfig.w8a8(), [x]),
+    "reconstruct_": lambda model, x: tilesparse.reconstruct_(model, copy.deepcopy(model), [x, x]),
+    "prepare": lambda model, x: tilesparse.prepare_for_inference_(model),
+    "activations": lambda model, x: tilesparse.sparsify_activations_(model, [x]),
+    "patterns that move": lambda model, x: PatternSchedule(
+        model, torch.optim.Adam(model.parameters()), every=2
+    ).step(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNDER_ANOTHER_DEVICE)
+def test_the_default_device_is_for_new_tensors_alone(name: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), BlockSparseLinear(64, 64, block_shape=32))
+    x = torch.randn(200, 64)
+    with torch.device("meta"):  # whose tensors have no contents, for whoever takes them for others
+        UNDER_ANOTHER_DEVICE[name](model, x)
+    assert model(x).isfinite().all()

@@ -309,10 +309,7 @@ def _experts_of(offsets: Tensor | None = None) -> Tensor | None:
 
 
 def _weigh(model: nn.Module, batch: Any, layers: Iterable[_Layer], fraction: float) -> None:
-    """Measure the effect of each layer's error on the model's results.
-
-    Where these are no tensor, or nothing comes of it, all layers count alike.
-    """
+    """Measure the effect of each layer's error on the model's results."""
     before, effects = _results(model, batch, {}), {}
     for layer in layers:
         threshold, _, error = min(layer.levels, key=lambda level: abs(level.off - fraction))

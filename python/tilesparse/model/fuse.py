@@ -15,7 +15,6 @@ from ..errors import TileSparseError, UnsupportedError
 from ..nn.encoder import BlockSparseEncoder, Call, form_of
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
-from ..storage.formats import storage_of
 from .match import (
     SkippedLayer,
     Target,
@@ -29,17 +28,12 @@ from .report import Report
 
 @dataclass(frozen=True)
 class FusedMLP:
-    """One MLP that became a `BlockSparseMLP`.
-
-    `activation` is None where PyTorch computes it. `storages` are those of its layers as tables name them:
-    "int8 W8A8" with 8-bit activations.
-    """
+    """One MLP that became a `BlockSparseMLP`; `activation` is None where PyTorch computes it."""
 
     name: str
     kind: str
     gated: bool
     activation: str | None
-    storages: tuple[str, ...] = ()
 
     def row(self) -> dict[str, str]:
         """Return the cells of a table, by column."""
@@ -48,7 +42,6 @@ class FusedMLP:
             "class": self.kind,
             "gated": "yes" if self.gated else "no",
             "activation": self.activation or "of PyTorch",
-            "storage": ", ".join(self.storages),
         }
 
 
@@ -69,15 +62,12 @@ def fuse_mlps_(model: nn.Module, batch: Any = None) -> Report:
     """
     targets, skipped = mlps_to_fuse(model, batch)
     replace_modules(model, targets)
-    return Report("fuse_mlps_", [_fused(target) for target in targets], skipped)
-
-
-def _fused(target: Target) -> FusedMLP:
-    mlp: Any = target.replacement
-    layers = [module for module in mlp.modules() if isinstance(module, BlockSparseLinear)]
-    storages = (storage_of(layer.storage).describe(layer.nm, layer.activations) for layer in layers)
-    kind, own = type(target.module).__name__, (mlp.gated, mlp.activation_name)
-    return FusedMLP(target.names[0], kind, *own, tuple(dict.fromkeys(storages)))
+    fused = [
+        FusedMLP(target.names[0], type(target.module).__name__, mlp.gated, mlp.activation_name)
+        for target in targets
+        if isinstance(mlp := target.replacement, BlockSparseMLP)
+    ]
+    return Report("fuse_mlps_", fused, skipped)
 
 
 def unfuse(model: nn.Module, targets: Iterable[Target]) -> None:
@@ -181,10 +171,7 @@ def _is_in_int8(layer: nn.Module) -> bool:
 
 
 def fuse_encoders(model: nn.Module, run: Callable[[], Any], undo: ExitStack) -> list[FusedEncoder]:
-    """Have encoders compute their layers as one operator, where a run shows that it gives the same.
-
-    The parameters of the model are frozen; ``undo`` gets what puts the layers back.
-    """
+    """Have encoders compute their layers as one operator, where a run shows that it gives the same."""
     names = names_of_modules(model)
     layers = {one: list(one) for one in encoders_in(model)}
     calls: dict[nn.Module, _LayerCall] = {}

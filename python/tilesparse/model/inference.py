@@ -17,7 +17,6 @@ from ..errors import InvalidArgumentError
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
 from ..nn.weight import is_sharded, take_over
-from ..storage.formats import storage_of
 from ..tuning.measure import milliseconds, tune
 from ..tuning.product import Product, choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
@@ -96,7 +95,7 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
             step.layer.prepack(step.dequantized or not step.layer.weight.is_cpu)
         products = [entry for step in steps for entry in _entries(step, measured)]
         products += [
-            _line(name, layer, ("nothing to choose",))
+            PreparedProduct(name, layer.policy, ("nothing to choose",))
             for name, layer in model.named_modules()
             if isinstance(layer, ExpertsLinear)
         ]
@@ -262,20 +261,14 @@ def _choose_policy(step: _Step) -> None:
 
 def _entries(step: _Step, measured: Mapping[Product, Measurement]) -> Iterator[PreparedProduct]:
     """Yield the lines of a report about a product, one for each number of tokens."""
-    layer, name = step.layer, step.name
+    layer = step.layer
     for count, product in zip(step.tokens, step.products(), strict=True):
         kernel = choose(product, layer.weight.device, policy=layer.policy).kernel or "dense"
         times = measured[product]
-        least = times.microseconds[times.kernel]
-        yield _line(name, layer, step.done, count, kernel, least, times.dense_microseconds)
+        both = times.microseconds[times.kernel], times.dense_microseconds
+        yield PreparedProduct(step.name, layer.policy, step.done, count, kernel, *both)
     if not step.tokens:
-        yield _line(name, layer, step.done)
-
-
-def _line(name: str, layer: BlockSparseLinear, done: tuple[str, ...], *measured: Any) -> PreparedProduct:
-    storage = storage_of(layer.storage).describe(layer.nm, layer.activations)
-    shape = layer.out_features, layer.in_features
-    return PreparedProduct(name, shape, storage, layer.policy, done, *measured)
+        yield PreparedProduct(step.name, layer.policy, step.done)
 
 
 @dataclass(frozen=True)
@@ -284,8 +277,6 @@ class PreparedProduct:
 
     Attributes:
         name: name of the layer.
-        shape: (out_features, in_features).
-        storage: storage of the layer as tables name it, such as "2:4 int8".
         policy: policy of the layer.
         done: what was done, in words.
         tokens: number of tokens of its x in the batch; None without a batch, or if nothing was measured: the
@@ -297,8 +288,6 @@ class PreparedProduct:
     """
 
     name: str
-    shape: tuple[int, int]
-    storage: str
     policy: str
     done: tuple[str, ...]
     tokens: int | None = None
@@ -312,8 +301,6 @@ class PreparedProduct:
         us, dense_us = ("" if time is None else f"{time:.1f}" for time in times)
         return {
             "layer": self.name,
-            "shape": "{}x{}".format(*self.shape),
-            "storage": self.storage,
             "policy": self.policy,
             "tokens": "" if self.tokens is None else str(self.tokens),
             "kernel": self.kernel or "",
@@ -321,6 +308,3 @@ class PreparedProduct:
             "dense us": dense_us,
             "done": ", ".join(self.done),
         }
-
-
-__all__ = ["PreparedProduct", "prepare_for_inference_"]

@@ -214,11 +214,7 @@ def parsed(argument: str, texts: str | Sequence[str]) -> list[NamePattern]:
 def matching(
     patterns: Sequence[NamePattern], names: Mapping[Module, Iterable[str]]
 ) -> dict[Module, list[int]]:
-    """Return the places of the patterns that match a module, in ascending order, for all modules of a model.
-
-    Names are looked up rather than tried, so that thousands of them take time in proportion to the modules. A
-    pattern that is the whole name of a module stands for that module alone.
-    """
+    """Return the places of the patterns that match each module of a model, in ascending order."""
     known = {name for aliases in names.values() for name in aliases}
     inside: dict[str, list[int]] = {}
     anywhere: dict[str, list[int]] = {}
@@ -361,10 +357,7 @@ _ALIKE = {"device", "dtype", "grad", "is_cuda", "is_meta", "layout", "requires_g
 
 
 def weight_reads(model: nn.Module, batch: Any) -> dict[nn.Module, str]:
-    """Call a model; return the linear layers whose weight others use themselves, and the class that does.
-
-    Without a batch nothing is called or found.
-    """
+    """Call a model; return the linear layers whose weight others use themselves, and the class that does."""
     if batch is None:
         return {}
     modules = list(model.modules())
@@ -488,12 +481,7 @@ def match_modules(
     reads: Mapping[nn.Module, str] | None = None,
     spare_outputs: bool = True,
 ) -> tuple[list[Match], list[SkippedLayer]]:
-    """Return the layers that rules replace, and the modules that they match and that stay, with the reason.
-
-    The first rule that matches a layer counts. With `spare_outputs` it leaves output embeddings alone unless
-    it writes out the last part of their name. `names` and `reads` are `names_of_modules` and `weight_reads`
-    of the model.
-    """
+    """Return the layers that rules replace, and the matched modules that stay, with the reason."""
     owners = owners_of_parameters(names)
     outputs = output_embeddings(names) if spare_outputs else set()
     held = references(names)
@@ -729,12 +717,7 @@ def chosen_layers(
     cut: bool = True,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, BlockSparseConfig], list[SkippedLayer]]:
-    """Return the linear layers that a config is for, each with its own, and those that stay dense.
-
-    The first arguments are those of `prune_`. With `strict` each name or expression has to find a layer, and
-    with `cut` one whose name is written out has to fit the blocks. `refused` are `reasons_against_experts` of
-    the model, where these are linear layers.
-    """
+    """Return the linear layers that a config is for, each with its own, and those that stay dense."""
     names, rules = names_of_modules(model), rules_of(config, layers)
     refusal = refusal_of(names, reason_not_linear, exclude, filter_fn)
 

@@ -27,11 +27,7 @@ from .mlp import name_of_activation
 
 
 class _Form(NamedTuple):
-    """Names of the parts of a layer of Transformers: q, k and v or all in one, and so on.
-
-    Attributes:
-        factors: of what attention and the MLP add to x.
-    """
+    """Names of the parts of a layer of Transformers: q, k and v or all in one, and so on."""
 
     qkv: tuple[str, ...]
     out: str
@@ -113,11 +109,7 @@ def form_of(layer: nn.Module) -> _Form | None:
 
 
 def operator_of(layer: nn.Module) -> EncoderLayer:
-    """Return a layer as the operator takes it; weights of one x that are not one product are copied.
-
-    Raises:
-        UnsupportedError: the operator does not compute it.
-    """
+    """Return a layer as the operator takes it; weights of one x that are not one product are copied."""
     form = form_of(layer)
     if form is None:
         raise UnsupportedError("its layers have other parts than those that are known")
@@ -277,10 +269,7 @@ class BlockSparseEncoder(nn.ModuleList):
         return self._steps()
 
     def _is_looped_over(self, frame: FrameType) -> bool:
-        """Return True in the parent's forward, unless it is to give more than the last hidden states.
-
-        Hooks would not see all calls: sentence-transformers calls ``model.forward``.
-        """
+        """Return True in the parent's forward, unless it is to give more than the last hidden states."""
         code, given = frame.f_code, frame.f_locals
         if code.co_name != "forward" or given.get(code.co_varnames[0]) is not self._parent[0]:
             return False
@@ -401,10 +390,7 @@ class _Built:
         self.state = self.state_now()
 
     def prepare_positions(self, parent: Any, given: Mapping[str, Any], tokens: int) -> bool:
-        """Have attention know positions as in a call of the first layer; return False if it knows none.
-
-        Raises UnsupportedError if they are other ones than 0, 1, 2 and so on.
-        """
+        """Have attention know positions as in a call of the first layer; return False if it knows none."""
         rotary: Any = given.get("position_embeddings")
         bias: Any = given.get("position_bias")
         if rotary is None and bias is None:
@@ -488,10 +474,7 @@ def _outputs_are_captured() -> bool:
 
 
 def _kept(mask: Tensor | None, texts: int, tokens: int) -> Tensor | None:
-    """Return the tokens that take part, bool [texts, tokens], or None for all.
-
-    Masks are bools, numbers to add to scores, or one number for each token.
-    """
+    """Return the tokens that take part, bool [texts, tokens], or None for all."""
     if mask is None:
         return None
     if mask.dim() == 2:

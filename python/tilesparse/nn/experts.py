@@ -18,7 +18,7 @@ from .._runtime.select import multiplies_as_decode
 from .._runtime.torch_private import is_any_autocast_enabled
 from ..config import LayerSpec, check_experts
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..pattern import BlockPattern, check_parts_beside, with_blocks
+from ..pattern import BlockPattern, with_blocks
 from .linear import BlockSparseLinear, best_blocks, layer_of, layer_of_dense
 from .merged import concatenate
 from .mlp import gated_halves, name_of_activation
@@ -82,7 +82,6 @@ class BlockSparseExperts(nn.Module):
         *,
         block_shape: int | Sequence[int] = (64, 64),
         patterns: Mapping[str, BlockPattern] | None = None,
-        parts: tuple[int, int] = (1, 1),
         nm: Sequence[int] | None = None,
         transposable: bool = False,
         storage: str = "plain",
@@ -115,14 +114,12 @@ class BlockSparseExperts(nn.Module):
         reason = reason_not_known(module)
         if reason is not None:
             raise UnsupportedError(f"module: {reason}")
-        parts = check_parts_beside(patterns, parts)
         layers = []
         for name, own in found.layers().items():
             weight, experts = dense_weight_of(module, name), len(module.get_parameter(name))
             pattern = None if patterns is None else patterns[own]
             if pattern is None:
-                of_all = experts * parts[0], parts[1]
-                pattern = best_blocks(weight, None, density, check_block_shape(block_shape), of_all)
+                pattern = best_blocks(weight, None, density, check_block_shape(block_shape), (experts, 1))
             dense: Any = module.get_parameter(name), module._parameters.get(f"{name}_bias")
             two_of_four: Any = {"nm": nm, "transposable": transposable}
             spec = LayerSpec.of(pattern, weight.dtype, experts=experts, **two_of_four)
@@ -252,17 +249,15 @@ def experts_like(module: nn.Module, up: ExpertsLinear, down: ExpertsLinear) -> B
 
 
 def _check_routing(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    if hidden_states.dim() != 2:
+    tokens, choices = hidden_states.shape[0], top_k_index.shape
+    if hidden_states.dim() != 2 or len(choices) != 2 or choices[0] != tokens:
         raise InvalidArgumentError(
-            f"hidden_states must be [tokens, hidden], got shape {tuple(hidden_states.shape)}"
+            "hidden_states must be [tokens, hidden] and top_k_index [tokens, k], got shapes "
+            f"{tuple(hidden_states.shape)} and {tuple(choices)}"
         )
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
+    if choices != top_k_weights.shape:
         raise InvalidArgumentError(
-            f"top_k_index must be [{hidden_states.shape[0]}, k], got shape {tuple(top_k_index.shape)}"
-        )
-    if top_k_index.shape != top_k_weights.shape:
-        raise InvalidArgumentError(
-            f"top_k_weights must have the shape {tuple(top_k_index.shape)} of top_k_index, got "
+            f"top_k_weights must have the shape {tuple(choices)} of top_k_index, got "
             f"{tuple(top_k_weights.shape)}"
         )
     if top_k_index.dtype not in (torch.int32, torch.int64):

@@ -29,7 +29,7 @@ from .._checks import (
     warn_user,
 )
 from .._ops.autograd import autocast, is_plain, records_gradient
-from .._ops.epilogue import activated, activation_code, masked, straight_through
+from .._ops.epilogue import activation_code, masked, straight_through
 from .._ops.products import COMPRESS, combined, linear_on
 from .._runtime.launch import thresholded
 from .._runtime.pattern_cache import blocks_of, prepared
@@ -69,11 +69,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def dense_weight(linear: Any) -> Tensor:
-    """Return W [out_features, in_features] of a dense layer without gradient: a view, or a copy.
-
-    It is a copy of weights that `is_stored_otherwise`, in the dtype of the bias or PyTorch's default if they
-    have 8 bits.
-    """
+    """Return W [out_features, in_features] of a dense layer without gradient: a view, or a copy."""
     weight: Tensor = linear.weight.detach()
     if is_stored_otherwise(weight):
         weight = weight.to_dense() if weight.layout != torch.strided or _is_two_of_four(weight) else weight
@@ -174,9 +170,6 @@ class BlockSparseLinear(StoredWeight):
     `tilesparse.train.MaskSchedule`. Other storages take fewer bytes, for inference and for adapters beside
     the layer: their weight has no gradient, and x has its own.
 
-    On the meta device a layer has sizes only. Once it has left it (`to_empty`), the pattern comes from
-    `load_state_dict`, `layer.pattern = pattern` or `reset_parameters`; forward raises before.
-
     Args:
         in_features: size of the last dimension of x, a multiple of bk.
         out_features: size of the last dimension of y, a multiple of bn.
@@ -205,8 +198,8 @@ class BlockSparseLinear(StoredWeight):
         metadata: int32 [nnz, bk / 32, bn] of 2:4 that is not plain, otherwise None; see `storage.compress`.
         scales: float32 [nnz, bn] or [nnz] of 8 and 4 bits, [out_features] with `activations`, otherwise None;
             see `storage.quantize_weights` and `storage.quantize_int4`.
-        policy: as given; may be changed at any time, and is not part of ``state_dict()``.
-        use_fast_accum: as of `functional.quantized_linear`, False at first; likewise.
+        policy: as given; may be changed at any time, and is not part of ``state_dict()``, as
+            `use_fast_accum` is not, which is as of `functional.quantized_linear`.
     """
 
     bias: nn.Parameter | None
@@ -341,8 +334,8 @@ class BlockSparseLinear(StoredWeight):
         """Return a layer with the best blocks of a dense one: same values, dtype, device and mode.
 
         ``linear`` is a `torch.nn.Linear`, or Transformers' ``Conv1D``, whose weight is the transpose of W.
-        Nothing is rescaled. Parameters are copied, with their ``requires_grad``. A warning says how many
-        block rows and columns are left empty, unless `pattern` is given.
+        Parameters are copied, with their ``requires_grad``. A warning says how many block rows and columns
+        are left empty, unless `pattern` is given.
 
         ``scores`` say what to keep, higher is better: one number per block [out_features / bn,
         in_features / bk], or one per weight [out_features, in_features], which are summed over each block,
@@ -550,8 +543,6 @@ class BlockSparseLinear(StoredWeight):
                 generator of the layer's device. A missing pattern is drawn on the CPU. Where the layer is
                 sharded only a seed is drawn from it, and that of the first process counts.
 
-        Raises:
-            UnsupportedError: the weight is sharded and its storage not "plain".
         """
         if self.weight.is_meta:
             return
@@ -606,7 +597,6 @@ class BlockSparseLinear(StoredWeight):
         gate: Tensor | None = None,
         activation: str = "none",
         column_major_output: bool = False,
-        gate_threshold: float | None = None,
     ) -> Tensor:
         """Return y [..., out_features] = x Wᵀ + bias; all else is as in `functional.linear`.
 
@@ -616,8 +606,6 @@ class BlockSparseLinear(StoredWeight):
             gate: [..., out_features], by which the result is multiplied in the place of a residual, or None.
             activation: of the result, or of the gate where there is one.
             column_major_output: the layout of the result; that of tensor parallelism is row-major always.
-            gate_threshold: magnitude up to which the activated gate counts as zero, or None.
-
         """
         if self._origin.pending:
             self._validate_pattern()
@@ -628,15 +616,13 @@ class BlockSparseLinear(StoredWeight):
                 if self._needs_own_product():
                     y = self._product(input, None, None, "none", column_major_output)
                     y, residual, gate = autocast(y, residual, gate)
-                    if gate is not None and gate_threshold is not None:
-                        gate, activation = thresholded(activated(gate, activation), gate_threshold), "none"
                     return combined(y, activation, residual, gate)
             if is_compiling():
-                return self._product(input, residual, gate, activation, column_major_output, gate_threshold)
+                return self._product(input, residual, gate, activation, column_major_output)
             # Another thread may load a weight of another size, and PyTorch give size and memory of either.
             while True:
                 loads = self._loads
-                y = self._product(input, residual, gate, activation, column_major_output, gate_threshold)
+                y = self._product(input, residual, gate, activation, column_major_output)
                 if loads == self._loads and not loads & 1:
                     return y
         except InvalidPatternError as error:
@@ -656,7 +642,6 @@ class BlockSparseLinear(StoredWeight):
         gate: Tensor | None,
         activation: str,
         column_major: bool,
-        gate_threshold: float | None = None,
     ) -> Tensor:
         threshold = self._threshold
         if threshold is not None and self._needs_own_product():
@@ -681,11 +666,9 @@ class BlockSparseLinear(StoredWeight):
             y = masked_linear(x, weight, mask, index, bias, residual, column_major=column_major, **how)
         else:
             metadata, scales, stored = buffers["metadata"], buffers["scales"], DENSE
-            limits = threshold, gate_threshold
-            limited = threshold is not None or gate_threshold is not None
-            if metadata is not None or scales is not None or limited:
+            if metadata is not None or scales is not None or threshold is not None:
                 fast = None if self._activations is None else self.use_fast_accum
-                stored = Operands(metadata, scales, None, None, None, None, None, None, False, fast, *limits)
+                stored = Operands(metadata, scales, fast=fast, threshold=threshold)
             y = linear_on(
                 x, weight, index, bias, activation, residual, column_major, self._policy, stored, gate
             )
@@ -711,11 +694,8 @@ class BlockSparseLinear(StoredWeight):
         bytes, in the dtype of x. Calls that record a gradient of the weight do not use it.
 
         The copy is made in the next call, and anew after every change of weight, mask or pattern that PyTorch
-        counts: call this again after changes through ``weight.data``. Nothing is gained with weights made in
-        inference mode, whose changes PyTorch does not count, nor in calls that a CUDA graph captures. The
-        copy is not part of ``state_dict()``, and a moved or copied layer does not have it.
-
-        ``enabled=False`` drops it.
+        counts: call this again after changes through ``weight.data``. It is not part of ``state_dict()``, and
+        a moved or copied layer does not have it. ``enabled=False`` drops it.
         """
         if not self.col_indices.is_meta:
             self._validate_pattern()
@@ -770,11 +750,7 @@ def layer_of_dense(
     bias: Tensor | None,
     scores: Tensor | None = None,
 ) -> _Layer:
-    """Return a layer of copies of a dense weight's blocks and of its bias, stored as the spec says.
-
-    ``weight`` is the parameter whose W [out_features, in_features] is ``dense``; 2:4 chooses by ``scores`` of
-    that shape, by default by magnitudes.
-    """
+    """Return a layer of copies of a dense weight's blocks and of its bias, stored as the spec says."""
     if pattern.shape != dense.shape:
         raise InvalidArgumentError(f"pattern must have shape {tuple(dense.shape)}, got {pattern.shape}")
     plain, on_device = spec.with_storage("plain"), pattern.to(dense.device)
@@ -855,10 +831,7 @@ def masked_linear(
     policy: str,
     transposable: bool,
 ) -> Tensor:
-    """Compute a product with masked dense blocks, whose gradient passes straight through the mask.
-
-    The weight is masked in every call, unless the layer is prepacked: not every write to it can be seen.
-    """
+    """Compute a product with masked dense blocks, whose gradient passes straight through the mask."""
     if is_plain((x, weight, mask)) and weight.is_cpu and not records_gradient((weight,)):
         pattern = prepared(index)
         if pattern.prepacks:

@@ -67,10 +67,7 @@ def concatenate(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
 
 
 def reason_not_one(layers: Sequence[nn.Module]) -> str | None:
-    """Say why layers of one x cannot be one product, or return None.
-
-    Layers whose blocks differ could be one in smaller blocks, which take more time than that saves.
-    """
+    """Say why layers of one x cannot be one product, or return None."""
     sparse = [layer for layer in layers if isinstance(layer, BlockSparseLinear)]
     if len(sparse) < len(layers):
         dense = next(type(layer).__name__ for layer in layers if not isinstance(layer, BlockSparseLinear))

@@ -343,11 +343,7 @@ def reason_not_fused(module: nn.Module) -> str | None:
 
 @torch.no_grad()
 def form_in_call(module: nn.Module, x: Tensor) -> Form:
-    """Call a module, and return the roles of its parts by what each is called with.
-
-    Raises:
-        UnsupportedError: they are not called as those of an MLP.
-    """
+    """Call a module, and return the roles of its parts by what each is called with."""
     calls: dict[str, _PartCall] = {}
     with ExitStack() as stack:
         for name, part in module.named_children():
@@ -401,13 +397,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 def check_same(
     module: nn.Module, x: Tensor, make: Callable[[nn.Module], nn.Module], down: str | None
 ) -> None:
-    """Compare an MLP with what ``make`` makes of it, on x: in float32, in evaluation and in training.
-
-    The input of the layer called ``down`` is compared, too.
-
-    Raises:
-        UnsupportedError: they differ, or give nothing that shows it.
-    """
+    """Compare an MLP with what ``make`` makes of it, on x: in float32, in evaluation and in training."""
     layers = [layer for layer in module.children() if isinstance(layer, BlockSparseLinear)]
     tolerance = _COARSE if any(layer.activations is not None for layer in layers) else _TOLERANCE
     if x.dtype in (torch.float16, torch.bfloat16):

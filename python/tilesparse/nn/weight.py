@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._checks import ALIGNMENT, Index, check_policy, is_inside
+from .._checks import ALIGNMENT, Index, check_policy
 from .._files import checksum
 from .._runtime.pattern_cache import update_of
 from .._runtime.torch_private import (
     constant_when_compiled,
     default_store,
-    is_exporting,
     transforms_active,
     version,
     with_normal_tensors,
@@ -110,10 +109,7 @@ _hooks: list[Any] = []  # one, for all optimizers, from the first resized weight
 
 
 def has_slots(state: Tensor, weight: Tensor) -> bool:
-    """Return True if a state has one part for each block of a weight [nnz, bn, bk].
-
-    Moments have the weight's shape, factored ones have 1 in place of some dimensions, or leave them out.
-    """
+    """Return True if a state has one part for each block of a weight [nnz, bn, bk]."""
     nnz, bn, bk = weight.shape
     factored = {(nnz, bn, 1), (nnz, 1, bk), (nnz, 1, 1), (nnz, bn), (nnz, bk), (nnz,)}
     return state.shape == weight.shape or tuple(state.shape) in factored
@@ -151,55 +147,29 @@ AVERAGES = (  # what to do about them
 class PatternOrigin:
     """The source of a pattern, with the versions that its tensors had when this was recorded."""
 
-    def __init__(self, source: Source, index: Index, *, copied: bool = False) -> None:
-        """Record the tensors' versions, and of a ``copied`` layer their contents, for `not_averaged`."""
+    def __init__(self, source: Source, index: Index) -> None:
         self.source = source
         self._recorded = [(tensor, version(tensor)) for tensor in index[:3]]
-        self.copied = copied and source is not Source.MISSING and not index.col_indices.is_meta
-        self._contents = torch.cat(index[:3]).detach() if self.copied else None
-        # Whether a call has something to validate.
-        self.pending = self.copied or source is not Source.SHARED
+        self.pending = source is not Source.SHARED  # whether a call has something to validate
 
     @classmethod
-    def loaded(cls, index: Index, *, copied: bool = False) -> PatternOrigin:
+    def loaded(cls, index: Index) -> PatternOrigin:
         """Return the origin of a pattern that was read from a file or received."""
-        return cls(Source.LOADED if has_peers() else Source.SHARED, index, copied=copied)
+        return cls(Source.LOADED if has_peers() else Source.SHARED, index)
 
     def updated(self, index: Index) -> PatternOrigin:
         """Return the origin once this process wrote a pattern: where others train, theirs may differ now."""
         source = Source.OWN if self.source is Source.MISSING else self.source
         if source is Source.SHARED and has_peers():
             source = Source.CHANGED
-        return PatternOrigin(source, index, copied=self.copied)
-
-    def not_averaged(self, index: Index) -> PatternOrigin:
-        """Return the origin once a copied layer is known to have no average of patterns; waits for a GPU.
-
-        An average of integers is computed in float32 and rounded down: some of 11, 22, 29 … become one less,
-        with a decay of .9999. Where there are few blocks, that is a pattern again.
-
-        Raises:
-            InvalidPatternError: the pattern was averaged.
-        """
-        if self._contents is None or self._is_unchanged(index) or transforms_active() or is_exporting():
-            return self
-        now = torch.cat(index[:3])
-        if now.shape == self._contents.shape:
-            lost = self._contents - now
-            if ((lost == 0) | (lost == 1)).all() & lost.any():
-                raise InvalidPatternError(f"pattern was averaged; {AVERAGES}")
-        return PatternOrigin(self.source, index, copied=True)
+        return PatternOrigin(source, index)
 
     def lacks_pattern(self, index: Index) -> bool:
         """Return True if the pattern has no contents; waits for a GPU where they have to be looked at."""
         return self.source is Source.MISSING and (index.col_indices.is_meta or self._is_blank(index))
 
     def filled(self, index: Index) -> PatternOrigin:
-        """Return the origin of buffers that were filled since the layer left the meta device.
-
-        Raises:
-            InvalidPatternError: nothing was written to them, or what was written is not a pattern.
-        """
+        """Return the origin of buffers that were filled since the layer left the meta device."""
         if transforms_active():  # their tensors have no contents to check
             return self
         if self._is_blank(index):
@@ -211,11 +181,7 @@ class PatternOrigin:
         return PatternOrigin.loaded(index)
 
     def agreed(self, index: Index) -> PatternOrigin:
-        """Return the origin once the other processes are known to have the same pattern.
-
-        Raises:
-            UnsynchronizedPatternError: another process has drawn another pattern.
-        """
+        """Return the origin once the other processes are known to have the same pattern."""
         alone = self._is_unchanged(index)
         if self.source is Source.CHANGED and not alone:
             pass  # DistributedDataParallel has broadcast it, or another broadcast has
@@ -257,10 +223,7 @@ _counted: tuple[Any, int] = None, 0  # the store, and how many layers were publi
 
 
 def publish(index: Index) -> str:
-    """Tell the other processes the checksum of a pattern; return its key, but for the rank at the end.
-
-    Layers are known by the order of their first training steps, which processes of one training share.
-    """
+    """Tell the other processes the checksum of a pattern; return its key, but for the rank at the end."""
     global _counted
     store = default_store()
     count = _counted[1] if _counted[0] is store else 0
@@ -493,16 +456,12 @@ class StoredWeight(nn.Module):
     def _validate_pattern(self) -> None:
         """Raise where a step would go wrong because the pattern is missing, or others may have another."""
         missing = self._origin.source is Source.MISSING
-        if self._origin.copied or (not self.col_indices.is_meta if missing else has_peers()):
+        if not self.col_indices.is_meta if missing else has_peers():
             self._check_origin(self.training and torch.is_grad_enabled())
 
     @constant_when_compiled
     def _check_origin(self, trains: bool) -> None:
         index, origin = layer_index(self), self._origin
-        if origin.copied:
-            origin = origin.not_averaged(index)
-            if trains:  # which no average is
-                origin = PatternOrigin(origin.source, index)
         if origin.source is Source.MISSING:
             origin = origin.filled(index)
         elif trains and has_peers():
@@ -532,15 +491,13 @@ class StoredWeight(nn.Module):
                 self.weight.data = kept
         empty = before["slot"].is_meta or self.slot.is_meta
         source = Source.MISSING if empty else self._origin.source
-        self._origin = PatternOrigin(source, layer_index(self), copied=self._origin.copied)
+        self._origin = PatternOrigin(source, layer_index(self))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # torch.distributed.checkpoint reads into a state dict; its zeros are no pattern for who loads them.
         if self._origin.source is Source.MISSING and not is_sharded(self.weight):
             self._validate_pattern()
-        if self._origin.copied:
-            self._check_origin(False)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         beside = getattr(destination, "_metadata", {}).get(prefix.removesuffix("."))
         if beside is not None and self._activations is not None:
@@ -552,7 +509,7 @@ class StoredWeight(nn.Module):
 
     def __setstate__(self, own: dict[str, Any]) -> None:
         super().__setstate__({name: own[name] for name in own if name != "origin"})  # type: ignore[no-untyped-call]
-        self._origin = PatternOrigin(own["origin"], layer_index(self), copied=True)
+        self._origin = PatternOrigin(own["origin"], layer_index(self))
 
 
 # ---- for the rest of the package ----
@@ -756,10 +713,7 @@ def load(
     others: tuple[Any, ...],
     load: Callable[[], Any],
 ) -> None:
-    """Check a layer's entries of a state dict, make room for them, and have PyTorch ``load`` them.
-
-    ``others``: what `torch.nn.Module` passes on: metadata first, and the list of errors last.
-    """
+    """Check a layer's entries of a state dict, make room for them, and have PyTorch ``load`` them."""
     noted, *_, errors = others
     own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
     try:
@@ -778,7 +732,7 @@ def load(
         for name in INDEX_NAMES:  # those assigned may have another dtype
             if layer.get_buffer(name).dtype != torch.int32:
                 layer._buffers[name] = getattr(pattern, name).to(layer.slot.device)
-        layer._origin = PatternOrigin.loaded(layer_index(layer), copied=layer._origin.copied)
+        layer._origin = PatternOrigin.loaded(layer_index(layer))
 
 
 def _checked(
@@ -843,25 +797,17 @@ def _check_stored(layer: StoredWeight, state: Mapping[str, Any]) -> None:
 
 
 def _check_activations(layer: StoredWeight, state: Mapping[str, Any], noted: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError unless scales are of features where the layer's are, and only there.
-
-    A state dict without metadata tells by their number alone.
-    """
+    """Raise InvalidArgumentError unless x was multiplied as the layer does; without metadata sizes tell."""
     scales, mine = state.get("scales"), layer.activations
     if scales is None or layer.scales is None:
         return
-    of_features = tuple(scales.shape) == (layer.out_features,)
-    if mine is not None and is_inside(layer.scales):
-        of_features = is_inside(scales) and scales.shape[1] == 1
-    if mine is None:  # those of blocks may be as many
-        of_features = of_features and len(state.get("col_indices", ())) != layer.out_features
+    by_feature = scales.shape == (layer.out_features,) and len(state.get("col_indices", ())) != len(scales)
     saved = noted.get("activations") if "version" in noted else mine
-    if of_features != (mine is not None) or saved != mine:
-        wanted = "[nnz, bn] or [nnz]" if mine is None else "[out_features]"
-        wanted = "[nnz, 1]" if mine is not None and is_inside(layer.scales) else wanted
+    alike = scales.dim() == layer.scales.dim() if mine is not None else not by_feature
+    if saved != mine or not alike:
         raise InvalidArgumentError(
-            f"scales must be {wanted} of a layer with activations={mine!r}, got shape "
-            f"{tuple(scales.shape)} and activations={saved!r}; call to_storage to have them alike"
+            f"scales must be those of a layer with activations={mine!r}, got shape {tuple(scales.shape)} and "
+            f"activations={saved!r}; call to_storage to have them alike"
         )
 
 

@@ -64,22 +64,11 @@ class Storage:
         pattern: BlockPattern | None = None,
         limits: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the tensors that store dense blocks.
-
-        Args:
-            blocks: [nnz, bn, bk].
-            mask: of 2:4, which alone counts, or None.
-            spec: of the layer.
-            pattern: where the blocks lie; needed where features have scales.
-            limits: as of `quantize_weights`, of storages with scales.
-        """
+        """Return the tensors that store dense blocks."""
         return {"weight": blocks} if mask is None else {"weight": blocks, "mask": mask}
 
     def dense_blocks(self, tensors: Tensors, spec: LayerSpec, pattern: BlockPattern | None = None) -> Tensor:
-        """Return a copy [nnz, bn, bk] of what products multiply by; 8 and 4 bits become the spec's dtype.
-
-        ``pattern``: needed where features have scales.
-        """
+        """Return a copy [nnz, bn, bk] of what products multiply by; 8 and 4 bits become the spec's dtype."""
         weight, mask = tensors["weight"], tensors.get("mask")
         assert weight is not None
         return weight.detach().clone() if mask is None else masked(weight.detach(), mask)
@@ -87,10 +76,7 @@ class Storage:
     def refined(
         self, tensors: Mapping[str, Tensor], spec: LayerSpec, block_shape: tuple[int, int]
     ) -> dict[str, Tensor]:
-        """Return the tensors of the same weight in smaller blocks, in the order of `BlockPattern.refined`.
-
-        Nothing is rounded: values, scales and masks are those of the larger blocks.
-        """
+        """Return the tensors of the same weight in smaller blocks, in the order of `BlockPattern.refined`."""
         return {name: smaller_blocks(tensors[name], block_shape) for name in self.forms(spec)}
 
     def mask(self, tensors: Tensors) -> Tensor | None:
@@ -103,10 +89,7 @@ class Storage:
         return weight.shape[1], weight.shape[2] * (1 + halved)
 
     def multiplied(self, nm: tuple[int, int] | None) -> str:
-        """Return the name of the storage in which kernels read the values; conversions are done before.
-
-        Products of a mask multiply the kept half.
-        """
+        """Return the name of the storage in which kernels read the values; conversions are done before."""
         return COMPRESSED.name if self.trainable and nm is not None else self.name
 
     def describe(self, nm: Sequence[int] | None, activations: str | None = None) -> str:
@@ -220,17 +203,11 @@ class QuantizedStorage(CompressedStorage):
         return super().dense_blocks({**tensors, "scales": scales}, spec)
 
     def limits_of(self, groups: Tensor) -> Tensor:
-        """Return the magnitude at which `store` clips each group that shares a scale, from values alone.
-
-        Float32 [..., n] for groups [..., n, k]; in 4 bits those with the least squared error.
-        """
+        """Return the magnitude at which `store` clips each group that shares a scale, from values alone."""
         return limits_int4(groups) if self.dtype == PACKED else groups.abs().amax(-1).float()
 
     def rounded(self, groups: Tensor, limits: Tensor) -> Tensor:
-        """Return groups [..., n, k] in float32 as products see them, clipped at limits [..., n] and rounded.
-
-        Storing what is returned with the same limits rounds nothing.
-        """
+        """Return groups [..., n, k] in float32 as products see them: clipped at limits [..., n], rounded."""
         scales = clamped_scales(limits, self.dtype)[..., None]
         return rounded(groups.float() / scales, self.dtype).float() * scales
 

@@ -302,10 +302,7 @@ def quantize_int4(
 
 
 def limits_int4(groups: Tensor) -> Tensor:
-    """Return the magnitude that becomes 7 for each group that shares a scale, as `quantize_int4` finds it.
-
-    Float32 [..., n] for groups [..., n, k].
-    """
+    """Return the magnitude that becomes 7 for each group that shares a scale, as `quantize_int4` finds it."""
     groups = groups.float()
     scales = clamped_scales(groups.abs().amax(-1, keepdim=True), PACKED)
     scaled = groups / scales
