@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, randn, same, seeded, state_of
-from torch import Tensor, nn
-from training import sparse
+from helpers import DEVICES, same, state_of
+from torch import Tensor
+from training import backward, loss_of, sparse, train
+from training import make as made
 
-from tilesparse import BlockSparseLinear
 from tilesparse.errors import UnsupportedError
 from tilesparse.storage import two_of_four
 from tilesparse.train import MaskSchedule
 
-FEATURES = 64
 RATE, DECAY = 0.1, 0.25
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=False),
@@ -36,30 +35,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 def make(transposable: bool = False, **options: Any) -> Any:
-    options = {"block_shape": 32, "nm": (2, 4), "dtype": torch.float64, "generator": seeded(), **options}
-    return nn.Sequential(
-        BlockSparseLinear(FEATURES, 2 * FEATURES, transposable=transposable, **options),
-        nn.Tanh(),
-        BlockSparseLinear(2 * FEATURES, FEATURES, transposable=transposable, **options),
-    )
-
-
-def loss_of(model: nn.Module, step: int = 0) -> Tensor:
-    """To be lowered: on data of its own in each step."""
-    weight = next(model.parameters())
-    x = randn(16, FEATURES, dtype=weight.dtype, seed=step).to(weight.device)
-    return (model(x) - x.roll(1, -1)).square().mean()
-
-
-def backward(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        backward(model, optimizer, step)
-        optimizer.step()
+    options = {"block_shape": 32, "nm": (2, 4), "dtype": torch.float64, **options}
+    return made(transposable=transposable, **options)
 
 
 def masks_of(model: Any) -> list[Tensor]:
@@ -73,7 +50,7 @@ def test_masks_are_chosen_every_few_steps(transposable: bool) -> None:
     schedule = MaskSchedule(model, optimizer, every=3, decay=DECAY)
     before = masks_of(model)
     for step in range(1, 8):
-        train(model, optimizer, range(step, step + 1))
+        train(model, optimizer, steps=range(step, step + 1))
         chosen = [two_of_four(layer.weight.abs(), transposable=transposable) for layer in sparse(model)]
         if step % 3 == 0:
             assert any(not torch.equal(one, other) for one, other in zip(chosen, before, strict=True))
@@ -89,9 +66,11 @@ def test_decay_is_that_of_the_papers(name: str) -> None:
     optimizer, reference = OPTIMIZERS[name](model), OPTIMIZERS[name](twin)
     MaskSchedule(model, optimizer, every=2, decay=DECAY)
     for step in range(4):
-        backward(model, optimizer, step)
+        optimizer.zero_grad()
+        backward(model, step)
         optimizer.step()
-        backward(twin, reference, step)
+        reference.zero_grad()
+        backward(twin, step)
         for layer in sparse(twin):
             layer.weight.grad += DECAY * (~layer.mask).double() * layer.weight.detach()
         reference.step()
@@ -127,7 +106,7 @@ def test_scaled_gradients(fused: bool, device: str) -> None:
         if step == 1:
             assert same(list(before.values()), list(model.state_dict().values()))
         else:
-            train(twin, reference, range(step, step + 1))
+            train(twin, reference, steps=range(step, step + 1))
             for one, other in zip(model.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert schedule.steps == (3 if fused else 2)
@@ -140,9 +119,9 @@ def test_decay_calms_masks() -> None:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
         schedule = MaskSchedule(model, optimizer, every=1, decay=decay)
-        train(model, optimizer, range(19))
+        train(model, optimizer, steps=range(19))
         before = masks_of(model)
-        train(model, optimizer, range(19, 20))
+        train(model, optimizer, steps=range(19, 20))
         changed = zip(before, masks_of(model), strict=True)
         rates.append(sum(int((one != other).sum()) for one, other in changed))
         assert schedule.steps == 20
@@ -153,7 +132,7 @@ def test_back_to_plain_blocks_and_to_masks_again() -> None:
     model = make()
     optimizer = OPTIMIZERS["adamw"](model)
     schedule = MaskSchedule(model, optimizer, every=1, decay=DECAY)
-    train(model, optimizer, range(3))
+    train(model, optimizer, steps=range(3))
     before = [tensor.clone() for tensor in state_of(model, optimizer) if tensor.dtype != torch.bool]
     for layer in sparse(model):
         layer.set_nm(None)
@@ -162,12 +141,12 @@ def test_back_to_plain_blocks_and_to_masks_again() -> None:
     twin.load_state_dict(model.state_dict())
     reference = OPTIMIZERS["adamw"](twin)
     reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, range(3, 5))  # as if there had never been a mask
-    train(twin, reference, range(3, 5))
+    train(model, optimizer, steps=range(3, 5))  # as if there had never been a mask
+    train(twin, reference, steps=range(3, 5))
     assert same(state_of(model, optimizer), state_of(twin, reference)) and schedule.steps == 5
     for layer in sparse(model):
         layer.set_nm((2, 4), transposable=True)
-    train(model, optimizer, range(5, 6))
+    train(model, optimizer, steps=range(5, 6))
     assert same(masks_of(model), [two_of_four(one.weight.abs(), transposable=True) for one in sparse(model)])
     with pytest.raises(UnsupportedError, match="without a closure"):
         optimizer.step(lambda: 0.0)
@@ -179,8 +158,9 @@ def test_the_host_does_not_wait(transposable: bool) -> None:
     model = make(transposable, dtype=torch.bfloat16, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     MaskSchedule(model, optimizer, every=1, decay=DECAY)
-    train(model, optimizer, range(1))
-    backward(model, optimizer)
+    train(model, optimizer, steps=range(1))
+    optimizer.zero_grad()
+    backward(model)
     before = masks_of(model)
     for parameter in model.parameters():
         parameter.grad += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import runpy
@@ -110,19 +109,6 @@ def test_movement_keeps_what_grows() -> None:
         schedule.step()
     left = scores.argsort(descending=True)[:12].sort().values
     assert torch.equal(torch.stack(model[0].pattern.block_indices(), 1), places[left])
-
-
-def test_compiled_models_follow() -> None:
-    torch.compiler.reset()
-    model = make()
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="aot_eager")
-    for one, called in ((model, compiled), (twin, twin)):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=RATE)
-        train(called, optimizer, Gradual(one, optimizer, density=0.5, steps=8, events=3), range(8))
-    assert model[0].weight.shape[0] == 12
-    for name, tensor in twin.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor)
 
 
 # ---- compact, gates ----
