@@ -795,6 +795,7 @@ def test_the_trainer_wants_adapters_where_layers_are_not_plain(tmp_path: Path, s
         trainer(model, tmp_path)
     for layer in sparse_layers(model):
         layer.to_storage("plain")
+    follow(model)
     trainer(model, tmp_path, max_steps=1, save_strategy="no").train()
 
 
