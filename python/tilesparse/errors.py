@@ -10,18 +10,11 @@ class TileSparseError(Exception):
 
 
 class InvalidArgumentError(TileSparseError, ValueError):
-    """An argument is out of range or does not fit the others; the text names it.
-
-    Constructors, conversions and products raise it: for sizes that are not multiples of the block shape,
-    tensors of the wrong shape, dtype or device, and options that do not exist.
-    """
+    """An argument is out of range or does not fit the others; the text names it."""
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
-    """An argument has a type that is not allowed, such as a list for a tensor; the text names it.
-
-    Raised by all public functions, before anything is computed or changed.
-    """
+    """An argument has a type that is not allowed, such as a list for a tensor; the text names it."""
 
 
 class InvalidPatternError(InvalidArgumentError):
@@ -33,18 +26,11 @@ class InvalidPatternError(InvalidArgumentError):
 
 
 class CheckpointError(InvalidArgumentError):
-    """A checkpoint is damaged, newer than this library, or does not fit the model; the text names the file.
-
-    Raised by `tilesparse.load` before the model is changed, and by `tilesparse.save` for a model that a
-    checkpoint cannot hold, before a file is written.
-    """
+    """A checkpoint is damaged, newer than this library or does not fit the model; the text names the file."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A file of a checkpoint is missing.
-
-    Raised by `tilesparse.load`.
-    """
+    """A file of a checkpoint is missing."""
 
 
 class UnsupportedError(TileSparseError, NotImplementedError):
@@ -56,10 +42,7 @@ class UnsupportedError(TileSparseError, NotImplementedError):
 
 
 class NoDeviceError(TileSparseError, RuntimeError):
-    """There is no usable CUDA device, or the library was built without CUDA.
-
-    Raised by the first product or plan on a CUDA device.
-    """
+    """There is no usable CUDA device, or the library was built without CUDA."""
 
 
 class CudaError(TileSparseError, RuntimeError):
@@ -96,7 +79,4 @@ class UnsynchronizedPatternError(TileSparseError, RuntimeError):
 
 
 class InternalError(TileSparseError, RuntimeError):
-    """A defect of this package; please report it.
-
-    Raised when the library meets a state that its own checks should have excluded.
-    """
+    """A defect of this package; please report it."""

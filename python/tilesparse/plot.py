@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,9 +89,15 @@ def _page(maps: Sequence[_Map]) -> Figure:
     from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
 
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:  # for notebooks, also those that do not import pyplot
+            stream = io.BytesIO()
+            self.savefig(stream, format="png", bbox_inches="tight")
+            return stream.getvalue()
+
     columns = min(COLUMNS, len(maps))
     rows = math.ceil(len(maps) / columns)
-    figure = Figure(figsize=(max(2.5 * columns, 4.8), 2.6 * rows + 1.2), layout="constrained")
+    figure = ShownFigure(figsize=(max(2.5 * columns, 4.8), 2.6 * rows + 1.2), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
     # No shade is so light that a kept block looks absent.
     colours = LinearSegmentedColormap.from_list("kept", ["#b9d7ea", "#0072b2", "#08264a"])

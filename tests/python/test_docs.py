@@ -290,7 +290,6 @@ def test_selection_runs_and_shows_what_it_prints(
     shown = re.search(r"^```\n(forward of .*?)^```", (ROOT / "docs/selection.md").read_text(), re.M | re.S)
     printed = capsys.readouterr().out
     assert shown is not None and printed.startswith(shown[1])
-    assert "the device has too little shared memory\n" in printed
     assert "the fastest when measured on this device; measured" in printed
     assert names["found"][0].product == Product.of(names["layer"], tokens=16)
 

@@ -50,6 +50,7 @@ def test_maps_show_the_norms_of_kept_blocks(device: str, dtype: torch.dtype) -> 
     assert torch.equal(shown.isnan(), ~mask)
     torch.testing.assert_close(shown[mask].double(), (norms / norms.max())[mask], rtol=1e-4, atol=1e-6)
     assert titles_of(figure) == ["the model\n160 x 96 in 32 x 16, density 0.4"]
+    assert figure._repr_png_().startswith(b"\x89PNG")  # which IPython asks for
 
 
 def test_empty_and_zero_layers_are_drawn() -> None:
