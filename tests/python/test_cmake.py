@@ -85,7 +85,7 @@ def test_versions_that_do_not_fit_are_not_found(tmp_path: Path) -> None:
             f"find_package(tilesparse {version} CONFIG REQUIRED)\n"
         )
         command = ["cmake", "-S", tmp_path, "-B", tmp_path / version, f"-DCMAKE_PREFIX_PATH={PACKAGE}"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
         assert (result.returncode == 0) == is_found, result.stderr
 
 
