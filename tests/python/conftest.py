@@ -16,6 +16,9 @@ import torch
 hypothesis.settings.register_profile("tilesparse", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tilesparse")
 
+if not torch.cuda.is_available():
+    collect_ignore = ["test_kernels.py"]  # ten thousand tests, which all need a GPU and take long to collect
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:

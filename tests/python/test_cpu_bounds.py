@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import test_kernels as harness
@@ -97,16 +97,12 @@ class BoundedPattern:
         self.descriptor = _C.Pattern(*block_shape, *shape, len(col), *addresses)
 
 
-@pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_nothing_outside_of_operands_is_touched(
-    row: Row, at_end: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From decode to chunks of a thread's own, and in blocks of every size."""
+def test_nothing_outside_of_operands_is_touched(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From decode to chunks of a thread's own, before and behind, and in blocks of every size."""
     if reason := refusal(row):
         pytest.skip(reason)
     layouts = accepted_layouts(row)
-    monkeypatch.setattr(Bounded, "at_end", at_end)
     monkeypatch.setattr(harness, "Guarded", Bounded)
     patterns: list[BoundedPattern] = []
 
@@ -117,7 +113,9 @@ def test_nothing_outside_of_operands_is_touched(
     monkeypatch.setattr(harness, "entry_of", bounded)
     draw = random.Random(str(row))
     for tokens in (1, 4, 7, 11, 12, 17, 49, 97, 96 * _C.device_info(CPU).multiprocessors + 9):
-        for block_shape in draw.sample(list(product(BLOCK_SIZES, BLOCK_SIZES)), 6 if row.of_8_bits else 2):
+        shapes = draw.sample(list(product(BLOCK_SIZES, BLOCK_SIZES)), 6 if row.of_8_bits else 2)
+        for block_shape, at_end in zip(shapes, cycle((True, False)), strict=False):
+            monkeypatch.setattr(Bounded, "at_end", at_end)
             pattern = random_pattern(draw.choice([(1, 1), (3, 2), (2, 9)]), block_shape, 0.6)
             gap, options = draw.choice((0, 1)), draw.choice(OPTIONS[row.op])
             check(row, Problem(pattern, tokens, *draw.choice(layouts), gap=gap, **options))

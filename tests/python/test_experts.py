@@ -228,7 +228,7 @@ def test_tokens_are_quantized_once_and_not_each_of_their_rows(device: str, stora
         assert torch.equal(y[5:], expected[5:]) and not y[4].isfinite().any() and y[5:].isfinite().all()
         assert seen[0].shape == (180, x.shape[1]) and seen[0][5:].isfinite().any()
         torch._dynamo.reset()
-        compiled = torch.compile(sparse, fullgraph=True, dynamic=True)(x, index, weights)
+        compiled = torch.compile(sparse, fullgraph=True, dynamic=True, backend="aot_eager")(x, index, weights)
         close(compiled[5:], y[5:])
     with torch.autocast(device, torch.bfloat16):
         assert 0 < float((sparse(x, index, weights)[5:] - y[5:]).detach().abs().max()) < 0.1
