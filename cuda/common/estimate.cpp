@@ -113,8 +113,10 @@ std::string tile_name(int32_t rows, int32_t columns) {
     return name += std::to_string(columns);
 }
 
-// Time where sums that are carried otherwise stay with the tensor cores: .82 to .91 on an H200.
-constexpr double kNotCarried = .86;
+// Time where sums that are carried otherwise stay with the tensor cores: .81 to .97 on an H200. With this one
+// the kernel that is chosen there is 2 % slower than the fastest at most, in 22 products of blocks of 64 and
+// 128.
+constexpr double kNotCarried = .84;
 
 // Not less than the machine needs. Kernels that it limits keep their order.
 double within_limits(double time, double products, double bytes) {

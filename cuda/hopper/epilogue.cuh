@@ -330,14 +330,15 @@ class DdsEpilogue {
     using Arrived = Barrier[Traits::kChunks];  // of the residual in a buffer
 
     __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived,
-                           int warpgroup)
+                           int warpgroup, int thread = threadIdx.x % 128, uint32_t residual_parity = 0)
         : arguments_(arguments),
           buffers_(buffers),
           arrived_(arrived),
           warpgroup_(warpgroup),
-          thread_(threadIdx.x % 128),
+          thread_(thread),
           row_count_(arguments.warpgroup_rows),
-          staging_(arguments, threadIdx.x % 128),
+          staging_(arguments, thread),
+          residual_parity_(residual_parity),
           first_row_(row_of(0)) {}
 
     // Operands of a tile's end are read early and used late: a warp stops where it uses what has not arrived.
@@ -349,6 +350,9 @@ class DdsEpilogue {
             if (i < row_count_) next_rows_[i] = __ldg(rows + first_row_ + i);
         next_warp_row_ = __ldg(rows + row_of(kWarpFeatures * warp()));
     }
+
+    // The same if all of the warpgroup's features are of one block row.
+    __device__ void prepare_row(int row) { next_rows_[0] = next_warp_row_ = row; }
 
     // Called when that has arrived; store() does so itself. Any bias will do for a row that the tile does not
     // have: choosing zero would wait for what is read.
@@ -559,8 +563,11 @@ class DdsEpilogue {
     template <bool kRowMajor, int kFirst, int kCount, class Join>
     __device__ void join(float (&sums)[kSums], Join joined) const {
 #pragma unroll
-        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk)
+        for (int chunk = kFirst; chunk < kFirst + kCount; ++chunk) {
             staging_.template combine<kRowMajor>(sums + chunk * kSumsOfChunk, buffer_of(chunk), joined);
+            // Else all are read at first, and there are no registers for more than three.
+            if constexpr (kCount > 3) __syncwarp();
+        }
     }
 
     // Calls visit(x, y, shared memory) for the box of each block row of a chunk in a buffer.
@@ -616,7 +623,7 @@ class DdsEpilogue {
     int thread_;
     int row_count_;  // block rows of the warpgroup
     Staging staging_;
-    uint32_t residual_parity_ = 0;
+    uint32_t residual_parity_;
     int token_ = 0;
     int end_ = 0;          // of the tokens of a group
     int rows_before_ = 0;  // block rows before those of its weight

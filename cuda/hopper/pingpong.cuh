@@ -198,6 +198,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
     using Traits = PingPongTraits<Math, kRows, kGrouped>;
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
+    using Sums = Half[Traits::kFeatureHalves];
     using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
     using Position = typename Ring<Traits::kStages>::Position;
     static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
@@ -214,9 +215,15 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
           lane_(threadIdx.x % kWarpSize) {}
 
     __device__ void run() {
+        // The epilogue needs no registers for what is known here.
+        __builtin_assume(arguments_.row_block == kRows);
+        __builtin_assume(arguments_.row_shift == (kRows == 128 ? 7 : 6));
+        __builtin_assume(arguments_.row_width == Traits::kWarpgroupFeatures);
+        __builtin_assume(arguments_.warpgroup_rows == 1);
         typename Ring<Traits::Schedule::kQueue>::Position next;
-        Half sums[Traits::kFeatureHalves];
-        Epilogue epilogue = epilogue_of(0), second = epilogue_of(Traits::kFeatureHalves - 1);
+        Sums sums;
+        clear(sums);  // else they have registers from the beginning on, where there are fewer
+        uint32_t residual_parity = 0;
         if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         for (int turn = 0;; turn ^= 1) {
             const Work work = shared_.schedule.pop(next, lane_);
@@ -227,9 +234,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
             }
             [[maybe_unused]] EndScales scales;
             if constexpr (!Traits::kScaled) scales = read_end_scales(work);
-            const int* const row = Traits::rows_of(plan_, work.tile, rank_) - warpgroup_;
-            epilogue.prepare(row);
-            second.prepare(row);
+            const int row = __ldg(plan_.rows + work.tile);
             if constexpr (kPromotes)
                 clear(sums);
             else
@@ -239,8 +244,6 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
             if constexpr (kCarries) begin_carrying(work);
             for (int first = 0; !lacks_tokens && first < work.steps; first += kWarpSize)
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
-            epilogue.read_bias();
-            second.read_bias();
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
                 cute::warpgroup_wait<0>();
@@ -251,14 +254,21 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
             }
             if (lacks_tokens) continue;
             if constexpr (!Traits::kScaled) scale(sums, scales);
-            if constexpr (kGrouped) epilogue.set_group(work);
-            epilogue.begin(Traits::first_token(work, rank_));
-            epilogue.store(sums[0]);
-            if constexpr (Traits::kFeatureHalves == 2) {
-                if constexpr (kGrouped) second.set_group(work);
-                second.begin(Traits::first_token(work, rank_));
-                second.store(sums[1]);
-            }
+            // What follows from it is not computed before the loop, and needs no registers in there.
+            int thread = threadIdx.x % 128;
+            asm volatile("" : "+r"(thread));
+            each_half([&](int half) {
+                const int place = Traits::kFeatureHalves * warpgroup_ + half;
+                DdsEpilogue<ScaledTraits<Traits>> epilogue(arguments_, shared_.output[warpgroup_],
+                                                           shared_.residual[place], place, thread,
+                                                           residual_parity);
+                epilogue.prepare_row(row);
+                epilogue.read_bias();
+                if constexpr (kGrouped) epilogue.set_group(work);
+                epilogue.begin(Traits::first_token(work, rank_));
+                epilogue.store(sums[half]);
+            });
+            residual_parity = ~residual_parity;
         }
         cute::tma_store_wait<0>();
     }
@@ -291,7 +301,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         }
     }
 
-    __device__ static void clear(Half (&sums)[Traits::kFeatureHalves]) {
+    __device__ static void clear(Sums& sums) {
         asm volatile("");  // see DdsConsumer
         each_half([&](int half) {
 #pragma unroll
@@ -300,7 +310,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
     }
 
     // Some steps of a tile, as many as there are lanes or less.
-    __device__ void multiply(Half (&sums)[Traits::kFeatureHalves], const Work& work, int first, int count) {
+    __device__ void multiply(Sums& sums, const Work& work, int first, int count) {
         [[maybe_unused]] StepScales scales;
         if constexpr (Traits::kScaled) scales = read_scales(work, first);
         for (int step = 0; step < count; ++step) {
@@ -330,7 +340,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         carries_ = work.steps > interval / (2 * Traits::Weight::kStepProducts);
         if (carries_) each_half([&](int half) { carried_[half].begin(); });
     }
-    __device__ void carry(Half (&sums)[Traits::kFeatureHalves]) {
+    __device__ void carry(Sums& sums) {
         if (carry_times_.are_due() && carries_) {
             cute::warpgroup_wait<0>();
             release_multiplied();
@@ -342,7 +352,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         carry_times_.add(Traits::Weight::kStepProducts);
     }
 
-    __device__ void keep(Half (&sums)[Traits::kFeatureHalves], bool add) {
+    __device__ void keep(Sums& sums, bool add) {
         if constexpr (kCarries) carry(sums);
         cute::warpgroup_arrive();
         each_half([&](int half) { start(sums[half], half, add); });
@@ -359,7 +369,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
     }
 
     // One half after the other, in the same registers.
-    __device__ void promote(Half (&sums)[Traits::kFeatureHalves], int step) {
+    __device__ void promote(Sums& sums, int step) {
         Half products;
         each_half([&](int half) {
             cute::warpgroup_arrive();
@@ -436,7 +446,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
             const int token = Traits::first_token(work, rank_) + kWarpSize * i + lane_;
             scales.tokens[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
         }
-        const int row = __ldg(Traits::rows_of(plan_, work.tile, rank_));
+        const int row = __ldg(plan_.rows + work.tile);
         const float* const first =
             arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
 #pragma unroll
@@ -447,7 +457,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         return scales;
     }
     // See DdsEpilogue for where the sums of a thread are.
-    __device__ void scale(Half (&sums)[Traits::kFeatureHalves], const EndScales& scales) const {
+    __device__ void scale(Sums& sums, const EndScales& scales) const {
 #pragma unroll
         for (int i = 0; i < Traits::kSums; i += 4) {
             const int token = 2 * i, lane = token % kWarpSize + lane_ % 4 * 2;
@@ -466,13 +476,6 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
                 }
             }
         }
-    }
-
-    // Results of half of the features. To it each half is a warpgroup, and all of them lie in one tile.
-    using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
-    __device__ Epilogue epilogue_of(int half) const {
-        const int place = Traits::kFeatureHalves * warpgroup_ + half;
-        return {arguments_, shared_.output[warpgroup_], shared_.residual[place], place};
     }
 
     const DdsArguments& arguments_;
@@ -497,8 +500,8 @@ struct PingPong : Dds<Op::dds_nt, Math, 2, 1, PingPongTraits<Math, kRows, kGroup
     static constexpr Kernel row(const char* name) {
         Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
-        if (PingPongTraits<Math, kRows, kGrouped>::kPromotes && Math::kAccumulation == Accumulation::carried)
-            row.accumulation = Accumulation::promoted;
+        // Sums that are carried over in blocks of 64 take no longer than fast ones, either.
+        if (Math::kAccumulation == Accumulation::carried) row.accumulation = Accumulation::promoted;
         return row;
     }
 };

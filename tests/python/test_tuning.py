@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,34 @@ def test_fast_sums_of_float8_are_measured_apart() -> None:
     assert tuning.choose(fast, gpu).kernel == second and "measured" in tuning.choose(fast, gpu).reason
     assert "measured" not in tuning.choose(usual, gpu).reason
     assert not Product.of(layer, tokens=4096, op="dgrad").use_fast_accum and "fast sums" in str(fast)
+
+
+@pytest.mark.skipif("sm_90" not in _C.architectures(), reason="this library has no kernels for 9.0")
+@pytest.mark.parametrize(
+    ("block", "out_features", "in_features", "density", "usual", "fast"),
+    [
+        (128, 4096, 14336, 0.1, "pingpong_256x128", "256x256"),  # on an H200 118 and 123 us, fast 119, 106
+        (128, 14336, 4096, 0.25, "pingpong_256x128", "pingpong_256x128"),  # fast 234 and 244 us
+        (64, 14336, 4096, 0.25, "pingpong_512x64", "256x256"),  # fast 324 and 306 us
+        (64, 14336, 4096, 0.1, "pingpong_512x64", "pingpong_512x64"),  # fast 182 and 195 us
+    ],
+)
+def test_kernels_of_fast_sums(
+    block: int, out_features: int, in_features: int, density: float, usual: str, fast: str
+) -> None:
+    """Fast sums make kernels faster whose warpgroups stop to carry sums over, others not."""
+    layer = Product(
+        in_features,
+        out_features,
+        8192,
+        density,
+        block,
+        torch.bfloat16,
+        storage="float8_e4m3fn",
+        activations="float8_e4m3fn",
+    )
+    chosen = (tuning.choose(replace(layer, use_fast_accum=sums), "H200").kernel for sums in (False, True))
+    assert list(chosen) == [f"sm90_dds_nt_float8_bf16_{tile}" for tile in (usual, fast)]
 
 
 def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
