@@ -168,7 +168,7 @@ def test_the_page_on_several_processes_runs(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sparse = partial(Blocks, BlockSparseLinear)
     x = torch.randn(4, 512)
-    names: dict[str, Any] = {"__name__": "distributed.md", "folder": str(tmp_path)}
+    names: dict[str, Any] = {"folder": str(tmp_path)}
     saved: list[torch.Tensor] = []
     try:
         for snippet in snippets_of("distributed.md"):
