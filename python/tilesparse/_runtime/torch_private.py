@@ -189,3 +189,16 @@ def packaging() -> Any:
     if virtualized is None or getattr(virtualized.V, "aot_compilation", False) is not True:
         return None
     return sys.modules["torch._inductor.config"]
+
+
+def with_own_number(parent: torch.nn.Module, hook: Any) -> Any:
+    """Give a hook that is always called a number that is the same in all modules of a kind.
+
+    PyTorch counts hooks of the whole process, and compiled code asks for the number. With those numbers every
+    layer of a model would be compiled by itself.
+    """
+    number = min(0, *parent._forward_hooks) - 1
+    for hooks in (parent._forward_hooks, parent._forward_hooks_always_called):
+        hooks[number] = hooks.pop(hook.id)  # type: ignore[assignment]
+    hook.id = number
+    return hook

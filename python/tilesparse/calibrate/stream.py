@@ -515,3 +515,47 @@ class Input(NamedTuple):
     def key(self) -> tuple[int, int, int]:
         """Key that only the same tensor has, as long as nothing has written to it."""
         return id(self.tensor), self.written, self.address
+
+
+@contextlib.contextmanager
+def recording(
+    children: Mapping[nn.Module, Iterable[str]],
+) -> Iterator[dict[nn.Module, dict[str, list[object]]]]:
+    """Record with what modules call their children, given by name.
+
+    Yields of each module and each child an entry for every call of the module: equal for children that it
+    called once, with the same tensor as their only argument; None for a child that it did not call. Children
+    are in the order of their first calls; one that was called in any other way is left out.
+    """
+    found: dict[nn.Module, dict[str, list[object]]] = {
+        module: {name: [] for name in names} for module, names in children.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for module, entries in found.items():
+            _record(module, entries, stack)
+        yield found
+
+
+def _record(module: nn.Module, entries: dict[str, list[object]], stack: contextlib.ExitStack) -> None:
+    """Have every call of a module add to the entries of its children, see `recording`."""
+    calls: list[dict[str, Input]] = []  # under way
+    number = 0
+
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in entries and not any(entries[name]):
+            entries[name] = entries.pop(name)  # in the order of first calls
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if alone and calls and name not in calls[-1]:
+            calls[-1][name] = Input.of(args[0])
+        else:
+            entries.pop(name, None)
+
+    def end(*_: object) -> None:
+        nonlocal number
+        call, number = calls.pop(), number + 1
+        for name, own in entries.items():
+            own.append((number, call[name].key) if name in call else None)
+
+    stack.callback(module.register_forward_pre_hook(lambda *_: calls.append({}), prepend=True).remove)
+    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+    stack.enter_context(listening({name: module.get_submodule(name) for name in entries}, note))

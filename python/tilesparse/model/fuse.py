@@ -1,4 +1,4 @@
-"""Fused MLPs and encoders, where a run of the model shows that the result is the same."""
+"""Merged layers and fused MLPs, where a run of the model shows that the result is the same."""
 
 from __future__ import annotations
 
@@ -10,20 +10,131 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibrate.stream import call_apart, listening, tensors_in
+from ..calibrate.stream import call_apart, listening, recording, tensors_in
 from ..errors import TileSparseError, UnsupportedError
 from ..nn.encoder import BlockSparseEncoder, Call, form_of
+from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
+from ..nn.merged import MergedProduct, product_of, reason_not_one
 from ..nn.mlp import BlockSparseMLP, form_of_sequence, may_be_mlp, reason_not_fused
+from ..nn.weight import is_sharded
 from .match import (
     SkippedLayer,
     Target,
     names_of_modules,
+    owners_of_parameters,
     replace_modules,
     set_submodule,
     what_would_be_lost,
 )
 from .report import Report
+
+_NOT_MERGED = "product of one x"  # kind of skipped layers
+
+
+def merge_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[SkippedLayer], list[MergedProduct]]:
+    """Have layers share products that a run of the model, whose parameters are frozen, shows to have one x.
+
+    What a second run gives with each shared product is compared with what its layers give by themselves.
+    Returns the layers of one x that keep products of their own, and the products that were made.
+    """
+    names = names_of_modules(model)
+    apart: dict[tuple[str, ...], str] = {}  # names of layers, and why
+    made: dict[MergedProduct, tuple[str, ...]] = {}
+    try:
+        for parent, layers in _called_with_one_x(names, run):
+            named = tuple(names[layer][0] for layer in layers)
+            reason = _reason_apart(layers, names)
+            if reason is None and any(product_of(layer) is None for layer in layers):
+                made[MergedProduct(parent, layers)] = named
+            elif reason is not None:
+                apart[named] = reason
+        wrong = _wrong(made, run) if made else set()
+        for product in wrong:
+            product.undo()
+            apart[made[product]] = "their results differed from those of products of their own"
+    except BaseException:
+        for product in made:
+            product.undo()
+        raise
+    position = {name: number for number, aliases in enumerate(names.values()) for name in aliases[:1]}
+    skipped = [
+        SkippedLayer(", ".join(named), _NOT_MERGED, reason)
+        for named, reason in sorted(apart.items(), key=lambda one: position[one[0][0]])
+    ]
+    return skipped, [product for product in made if product not in wrong]
+
+
+def _called_with_one_x(
+    modules: dict[nn.Module, list[str]], run: Callable[[], Any]
+) -> list[tuple[nn.Module, list[BlockSparseLinear]]]:
+    """Run the model; return modules and layers that they call with one x in each of their calls."""
+    children: dict[nn.Module, list[str]] = {}
+    for module in modules:
+        own = [name for name, child in module.named_children() if _is_layer(child)]
+        if len(own) > 1:
+            children[module] = own
+    with recording(children) as recorded:
+        run()
+    found = []
+    for module, entries in recorded.items():
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for name, calls in entries.items():
+            groups.setdefault(tuple(calls), []).append(name)
+        for key, group in groups.items():
+            if len(group) > 1 and any(call is not None for call in key):
+                found.append((module, [module.get_submodule(name) for name in group]))
+    return found  # type: ignore[return-value]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear)
+
+
+def _reason_apart(layers: Sequence[BlockSparseLinear], names: dict[nn.Module, list[str]]) -> str | None:
+    """Say why layers of one x keep products of their own, or return None."""
+    owners = owners_of_parameters(names)
+    for layer in layers:
+        if is_sharded(layer.weight):
+            return "their weight is sharded"
+        if type(layer) is not BlockSparseLinear or "forward" in vars(layer):
+            return f"one is a {type(layer).__name__} with a forward of its own"
+        if len(names[layer]) > 1:
+            return "one has several places in the model"
+        if "weight" not in layer._parameters or hasattr(layer, "_hf_hook"):
+            return "something else gives one of them its weight in each call"
+        if any(len(owners[parameter]) > 1 for parameter in layer.parameters(recurse=False)):
+            return "one has a parameter that another module has, too"
+    merged = {product_of(layer) for layer in layers}
+    if len(merged) > 1 or (merged != {None} and len(merged.pop().layers) != len(layers)):  # type: ignore[union-attr]
+        return "one shares a product with other layers"
+    return reason_not_one(layers)
+
+
+def _wrong(products: dict[MergedProduct, tuple[str, ...]], run: Callable[[], Any]) -> set[MergedProduct]:
+    """Run the model; return the products of which a layer takes a result that is not its own."""
+    wrong: set[MergedProduct] = set()
+
+    def compare(layer: Any, args: tuple[Any, ...], y: Tensor) -> None:
+        product: Any = product_of(layer)
+        own = product.own_result(layer, *args)
+        if not torch.allclose(y, own, *_tolerances(own), equal_nan=True):
+            wrong.add(product)
+
+    layers = [layer for product in products for layer in product.layers]
+    hooks = [layer.register_forward_hook(compare, prepend=True) for layer in layers]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return wrong
+
+
+def _tolerances(y: Tensor) -> tuple[float, float]:
+    """Return relative and absolute: sums of other kernels are in another order."""
+    relative = 8 * torch.finfo(y.dtype).eps ** (1.0 if y.itemsize < 4 else 0.5)
+    return relative, relative * float(y.abs().mean()) if y.numel() else 0.0
 
 
 @dataclass(frozen=True)

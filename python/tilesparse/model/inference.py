@@ -16,11 +16,12 @@ from ..calibrate.stream import call, call_apart, device_of, listening, uncompile
 from ..errors import InvalidArgumentError
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear, evaluating
+from ..nn.merged import product_of
 from ..nn.weight import is_sharded, take_over
 from ..tuning.measure import milliseconds, tune
 from ..tuning.product import Product, choose, is_converted_in_calls, stored_for_kernels
 from ..tuning.store import Measurement
-from .fuse import FusedEncoder, fuse_encoders, mlps_to_fuse, unfuse
+from .fuse import FusedEncoder, fuse_encoders, merge_layers, mlps_to_fuse, unfuse
 from .match import SkippedLayer, check_batch, layers_changed, replace_modules
 from .report import Report
 
@@ -39,23 +40,24 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
     dequantized as well. Layers with the policy "sparse" get "auto" where the dense product may be faster.
     With a batch
 
+    - layers that their module calls with one x, such as q, k and v, share one product;
     - on the CPU, the layers of an encoder of Transformers in int8 become one operator (docs/embeddings.md);
     - the three kernels with the least estimates and the dense product are measured for every product and its
       number of tokens in that batch, and kept for later programs, see `tune`.
 
-    What is fused is compared with what the layers give by themselves. Names, hooks, state dicts and
+    What is merged or fused is compared with what the layers give by themselves. Names, hooks, state dicts and
     checkpoints stay as they are, except for what was stored in another way. Nothing is undone but by loading
-    the model again.
+    the model again. Layers that are changed afterwards compute by themselves again, see docs/serving.md.
 
     Args:
         model: changed in place; on an error it is as it was.
         batch: what the model is called with: a mapping of keywords, a tuple or list of arguments, or one
-            tensor, on the model's device. None measures nothing.
+            tensor, on the model's device. None measures nothing and merges no layers.
 
     Returns:
-        A `PreparedProduct` for each block-sparse layer, in the order of the model; what was not fused, with
-        the reason; and as ``facts`` "mlps" and "encoders", the names of fused MLPs and encoders, and with a
-        batch "seconds_before" and "seconds_after", the times of a call of the model.
+        A `PreparedProduct` for each product of block-sparse layers, in the order of the model; what was not
+        fused or merged, with the reason; and as ``facts`` "mlps" and "encoders", the names of fused MLPs and
+        encoders, and with a batch "seconds_before" and "seconds_after", the times of a call of the model.
 
     Raises:
         UnsupportedError: no kernel computes a product on the device of a layer.
@@ -86,8 +88,12 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
             model.requires_grad_(False)  # of what they hold now, too
         encoders: list[FusedEncoder] = []
         if batch is not None:
+            apart, merged = merge_layers(model, partial(call_apart, model, batch))
+            skipped += apart
+            for product in merged:
+                undo.callback(product.undo)
             encoders = fuse_encoders(model, partial(call_apart, model, batch), undo)
-        steps = [_step(name, layer, tokens, stored) for name, layer in _named(model).items()]
+        steps = [_step(*product, tokens, stored) for product in _products(model).items()]
         measured = _measured(steps)
         for step in steps:
             _choose_policy(step)
@@ -95,7 +101,7 @@ def prepare_for_inference_(model: nn.Module, batch: Any = None) -> Report:
             step.layer.prepack(step.dequantized or not step.layer.weight.is_cpu)
         products = [entry for step in steps for entry in _entries(step, measured)]
         products += [
-            PreparedProduct(name, layer.policy, ("nothing to choose",))
+            PreparedProduct((name,), layer.policy, ("nothing to choose",))
             for name, layer in model.named_modules()
             if isinstance(layer, ExpertsLinear)
         ]
@@ -122,7 +128,7 @@ def _report(
             skipped.append(SkippedLayer(one.name, f"{one.count} {one.kind}", one.reason))
     before, after = seconds
     if before is None or after is None:
-        notes.append("pass a batch to fuse more MLPs and to measure")
+        notes.append("pass a batch to merge layers of one x, to fuse more MLPs and to measure")
     else:
         notes.append(f"a call took {1e3 * before:.2f} ms before, {1e3 * after:.2f} ms after")
         facts |= {"seconds_before": before, "seconds_after": after}
@@ -153,10 +159,10 @@ def _remember(model: nn.Module, layers: Sequence[BlockSparseLinear], undo: ExitS
 
 
 class _Step(NamedTuple):
-    """A product of the prepared model."""
+    """A product of the prepared model, and the layers that share it."""
 
-    name: str
-    layer: BlockSparseLinear
+    members: dict[str, BlockSparseLinear]
+    layer: BlockSparseLinear  # which computes it
     tokens: list[int]  # to measure it with
     done: tuple[str, ...]  # in words
     dequantized: bool  # it multiplies dense blocks that are kept beside the stored ones
@@ -216,23 +222,31 @@ def _store_for_kernels(layer: BlockSparseLinear) -> bool:
     return True
 
 
-def _named(model: nn.Module) -> dict[str, BlockSparseLinear]:
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear)
-    }
+def _products(model: nn.Module) -> dict[BlockSparseLinear, dict[str, BlockSparseLinear]]:
+    """Return the layers that have one product, by name, by the layer that computes it."""
+    found: dict[BlockSparseLinear, dict[str, BlockSparseLinear]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseLinear) and not isinstance(module, ExpertsLinear):
+            product = product_of(module)
+            found.setdefault(module if product is None else product.whole, {})[name] = module
+    return found
 
 
-def _step(name: str, layer: BlockSparseLinear, tokens: _Tokens, stored: set[BlockSparseLinear]) -> _Step:
+def _step(
+    layer: BlockSparseLinear,
+    members: dict[str, BlockSparseLinear],
+    tokens: _Tokens,
+    stored: set[BlockSparseLinear],
+) -> _Step:
     """Return what becomes of a product: kernels may multiply something else than the stored weight."""
-    counts = tokens.get(layer, [])
+    counts = [count for each in members.values() for count in tokens.get(each, ())]
     whole, on_cpu = not is_sharded(layer.weight), layer.weight.is_cpu
     dequantized = whole and on_cpu and is_converted_in_calls(layer, counts)
-    done = ["stored as kernels read it"] if layer in stored else []
+    done = ["merged"] if len(members) > 1 else []
+    done += ["stored as kernels read it"] if stored & set(members.values()) else []
     done += ["dequantized once"] if dequantized else [] if on_cpu else ["prepacked"]
     measurable = dict.fromkeys(counts if whole and layer.density else ())
-    return _Step(name, layer, list(measurable), tuple(done), dequantized)
+    return _Step(members, layer, list(measurable), tuple(done), dequantized)
 
 
 def _measured(steps: Iterable[_Step]) -> Mapping[Product, Measurement]:
@@ -256,19 +270,20 @@ def _choose_policy(step: _Step) -> None:
         choices = [choose(product, layer.weight.device, policy="auto") for product in step.products()]
         if all(choice.kernel is not None for choice in choices):
             return
-    layer.policy = "auto"
+    for each in (layer, *step.members.values()):
+        each.policy = "auto"
 
 
 def _entries(step: _Step, measured: Mapping[Product, Measurement]) -> Iterator[PreparedProduct]:
     """Yield the lines of a report about a product, one for each number of tokens."""
-    layer = step.layer
+    layer, names = step.layer, tuple(step.members)
     for count, product in zip(step.tokens, step.products(), strict=True):
         kernel = choose(product, layer.weight.device, policy=layer.policy).kernel or "dense"
         times = measured[product]
         both = times.microseconds[times.kernel], times.dense_microseconds
-        yield PreparedProduct(step.name, layer.policy, step.done, count, kernel, *both)
+        yield PreparedProduct(names, layer.policy, step.done, count, kernel, *both)
     if not step.tokens:
-        yield PreparedProduct(step.name, layer.policy, step.done)
+        yield PreparedProduct(names, layer.policy, step.done)
 
 
 @dataclass(frozen=True)
@@ -276,8 +291,8 @@ class PreparedProduct:
     """One product of a prepared model, and the number of tokens that the batch gave it.
 
     Attributes:
-        name: name of the layer.
-        policy: policy of the layer.
+        names: names of the layers whose product it is, several if they share it.
+        policy: policy of the layers.
         done: what was done, in words.
         tokens: number of tokens of its x in the batch; None without a batch, or if nothing was measured: the
             batch does not call the layers, they have no blocks, or processes have parts of them.
@@ -287,7 +302,7 @@ class PreparedProduct:
         dense_microseconds: measured time of writing W out and multiplying densely; None likewise.
     """
 
-    name: str
+    names: tuple[str, ...]
     policy: str
     done: tuple[str, ...]
     tokens: int | None = None
@@ -297,10 +312,11 @@ class PreparedProduct:
 
     def row(self) -> dict[str, str]:
         """Return the cells of a table, by column."""
+        parent = self.names[0].rpartition(".")[0] + "."
         times = self.microseconds, self.dense_microseconds
         us, dense_us = ("" if time is None else f"{time:.1f}" for time in times)
         return {
-            "layer": self.name,
+            "layers": ", ".join([self.names[0], *(name.removeprefix(parent) for name in self.names[1:])]),
             "policy": self.policy,
             "tokens": "" if self.tokens is None else str(self.tokens),
             "kernel": self.kernel or "",

@@ -22,7 +22,7 @@ from .._ops.encoder import Encoder, EncoderLayer, EncoderNorm, EncoderWeight
 from .._runtime.torch_private import is_exporting, transforms_active
 from ..errors import TileSparseError, UnsupportedError
 from .linear import BlockSparseLinear
-from .merged import concatenate
+from .merged import MergedProduct, concatenate, product_of
 from .mlp import name_of_activation
 
 
@@ -193,6 +193,9 @@ def _norm(module: nn.Module) -> EncoderNorm:
 def _one_product(layers: Sequence[BlockSparseLinear]) -> BlockSparseLinear:
     if len(layers) == 1:
         return layers[0]
+    merged = product_of(layers[0])
+    if merged is not None and merged.layers == tuple(layers):
+        return merged.whole
     return concatenate(layers)
 
 
@@ -433,11 +436,7 @@ class _Built:
 
     def is_watched(self) -> bool:
         """Return True if somebody wants to see what a part computes."""
-        return any(
-            getattr(hook, "__module__", None) != _CAPTURING
-            for hooks in filter(None, self._hooks)
-            for hook in hooks.values()
-        )
+        return any(not _is_silent(hook) for hooks in filter(None, self._hooks) for hook in hooks.values())
 
 
 _PLACES = 512  # for which tables of positions are made at first
@@ -465,6 +464,14 @@ def _bias_table(parent: Any, places: int) -> Tensor:
 
 _VERSION = attrgetter("_version")
 _CAPTURING = "transformers.utils.output_capturing"
+
+
+def _is_silent(hook: Any) -> bool:
+    """Return True for hooks of merged products, and for those that Transformers leaves in models."""
+    return (
+        isinstance(getattr(hook, "__self__", None), MergedProduct)
+        or getattr(hook, "__module__", None) == _CAPTURING
+    )
 
 
 def _outputs_are_captured() -> bool:

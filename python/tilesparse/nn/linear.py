@@ -378,6 +378,7 @@ class BlockSparseLinear(StoredWeight):
 
     @threshold.setter
     def threshold(self, threshold: float | None) -> None:
+        self._end_merging()
         self._threshold = replace(self.spec, threshold=threshold).threshold
 
     def to_linear(self) -> nn.Linear:
@@ -577,6 +578,7 @@ class BlockSparseLinear(StoredWeight):
         )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self._end_merging()
         load_rest = partial(super()._load_from_state_dict, state_dict, prefix, *others)
         load(self, state_dict, prefix, others, load_rest)
 
@@ -598,6 +600,10 @@ class BlockSparseLinear(StoredWeight):
             activation: of the result, or of the gate where there is one.
             column_major_output: the layout of the result; that of tensor parallelism is row-major always.
         """
+        if self._merged is not None and activation == "none" and not column_major_output:
+            product, number = self._merged
+            if residual is None and gate is None and (y := product.result(number, input)) is not None:
+                return y  # type: ignore[no-any-return]
         if self._origin.pending:
             self._validate_pattern()
         try:

@@ -268,7 +268,7 @@ _STATE = (
     *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_activations", "_thaws", "_experts"),
     "_threshold",
 )
-_NOT_COPIED = ("_observe", "_origin")
+_NOT_COPIED = ("_observe", "_merged", "_origin")
 _Weight = TypeVar("_Weight", bound="StoredWeight")
 
 
@@ -304,6 +304,7 @@ class StoredWeight(nn.Module):
     scales: Tensor | None
     _shard: Shard | None = None  # of tensor parallelism
     _observe: Callable[[Tensor, Tensor], Tensor] | None = None  # see `observe`
+    _merged: tuple[Any, int] | None = None  # a `MergedProduct`, and the layer's number in it
     _loads = 0  # how often the weight got another size, twice; odd while it does
     _thaws = True  # whether the weight, stored otherwise, gets its gradient back in the storage "plain"
     _storage_error = 0.0
@@ -340,6 +341,7 @@ class StoredWeight(nn.Module):
         )
 
     def _describe(self, spec: LayerSpec) -> None:
+        self._end_merging()
         # Plain attributes: compiled code guards on what it reads, and must not on the number of blocks.
         self._shape, self._block_shape, self._dtype = spec.shape, spec.block_shape, spec.dtype
         self._nm, self._transposable, self._policy = spec.nm, spec.transposable, spec.policy
@@ -451,7 +453,13 @@ class StoredWeight(nn.Module):
             BlockPattern.from_index(layer_index(self), self._updated).update_(other)
 
     def _updated(self) -> None:
+        self._end_merging()
         self._origin = self._origin.updated(layer_index(self))
+
+    def _end_merging(self) -> None:
+        """Compute an own product from now on, if it was shared with other layers."""
+        if self._merged is not None:
+            self._merged[0].end()
 
     def _validate_pattern(self) -> None:
         """Raise where a step would go wrong because the pattern is missing, or others may have another."""
@@ -472,6 +480,7 @@ class StoredWeight(nn.Module):
     @with_normal_tensors
     def _apply(self: _Weight, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Weight:
         """Move the tensors as `torch.nn.Module` does; indices, masks and stored bits stay exact."""
+        self._end_merging()
         before: dict[str, Any] = {name: self._buffers[name] for name in (*INDEX_NAMES, *STORED_NAMES)}
         quantized = None if storage_of(self._storage).dtype is None else self.weight.detach()
         if quantized is not None:
