@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,6 +108,59 @@ def with_few_blocks(device: str) -> Any:
     blocks = torch.tensor([[0, 0], [0, 5], [0, 11]])
     pattern = BlockPattern.from_blocks(blocks, shape=(16, 192), block_shape=16)
     return nn.Sequential(BlockSparseLinear(192, 16, pattern=pattern)).to(device)
+
+
+class AverageOfStates:
+    """Averages everything in a state dict, or copies integers, as timm's ModelEmaV2 and ModelEmaV3 do."""
+
+    def __init__(self, model: nn.Module, decay: float, *, integers: bool) -> None:
+        self.module = copy.deepcopy(model).eval()
+        self.module.to(next(model.parameters()).device)
+        self.decay, self.integers = decay, integers
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        pairs = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
+        for average, now in pairs:
+            averaged = self.integers or average.is_floating_point()
+            average.copy_(self.decay * average + (1 - self.decay) * now if averaged else now)
+
+
+OTHERS: dict[str, Any] = {
+    "states": partial(AverageOfStates, integers=True),
+    "floating point": partial(AverageOfStates, integers=False),
+    "buffers": lambda model, decay: swa_utils.AveragedModel(
+        model, model.device, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
+    ),
+    "buffers one by one": lambda model, decay: swa_utils.AveragedModel(
+        model, avg_fn=swa_utils.get_ema_avg_fn(decay), use_buffers=True
+    ),
+    "parameters": lambda model, decay: swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(decay)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("decay", [0.9, 0.999, 0.9999])
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_average_of_patterns_is_refused(name: str, decay: float, device: str) -> None:
+    """Also where it is a pattern; others are as before, and go on."""
+    model = with_few_blocks(device)
+    model.device = torch.device(device)
+    average = OTHERS[name](model, decay)
+    x = randn(5, 192, dtype=torch.float32, device=device)
+    refused = name in ("states", "buffers", "buffers one by one") and decay != 0.999
+    expected = pytest.raises(InvalidPatternError, match="use_buffers=False") if refused else nullcontext()
+    with expected:
+        for _ in range(3):
+            average.update_parameters(model)
+        average.module(x)
+    if refused:
+        for use in (average.module.state_dict, partial(average.module, x)):
+            with pytest.raises(InvalidPatternError, match=r"averaged; .*tilesparse\.train\.AveragedModel"):
+                use()
+        average.module.load_state_dict(model.state_dict())
+    assert average.module[0].pattern == model[0].pattern
+    torch.testing.assert_close(average.module(x), model(x))
 
 
 def test_copies_may_be_written_to_and_trained() -> None:

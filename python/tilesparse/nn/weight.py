@@ -21,6 +21,7 @@ from .._runtime.pattern_cache import update_of
 from .._runtime.torch_private import (
     constant_when_compiled,
     default_store,
+    is_exporting,
     transforms_active,
     version,
     with_normal_tensors,
@@ -147,22 +148,40 @@ AVERAGES = (  # what to do about them
 class PatternOrigin:
     """The source of a pattern, with the versions that its tensors had when this was recorded."""
 
-    def __init__(self, source: Source, index: Index) -> None:
+    def __init__(self, source: Source, index: Index, *, copied: bool = False) -> None:
+        """Record the tensors' versions, and of a ``copied`` layer their contents, for `not_averaged`."""
         self.source = source
         self._recorded = [(tensor, version(tensor)) for tensor in index[:3]]
-        self.pending = source is not Source.SHARED  # whether a call has something to validate
+        self.copied = copied and source is not Source.MISSING and not index.col_indices.is_meta
+        self._contents = torch.cat(index[:3]).detach() if self.copied else None
+        self.pending = self.copied or source is not Source.SHARED  # whether a call has something to validate
 
     @classmethod
-    def loaded(cls, index: Index) -> PatternOrigin:
+    def loaded(cls, index: Index, *, copied: bool = False) -> PatternOrigin:
         """Return the origin of a pattern that was read from a file or received."""
-        return cls(Source.LOADED if has_peers() else Source.SHARED, index)
+        return cls(Source.LOADED if has_peers() else Source.SHARED, index, copied=copied)
 
     def updated(self, index: Index) -> PatternOrigin:
         """Return the origin once this process wrote a pattern: where others train, theirs may differ now."""
         source = Source.OWN if self.source is Source.MISSING else self.source
         if source is Source.SHARED and has_peers():
             source = Source.CHANGED
-        return PatternOrigin(source, index)
+        return PatternOrigin(source, index, copied=self.copied)
+
+    def not_averaged(self, index: Index) -> PatternOrigin:
+        """Return the origin once a copied layer is known to have no average of patterns; waits for a GPU.
+
+        An average of integers is computed in float32 and rounded down: some of 11, 22, 29 … become one less,
+        with a decay of .9999. Where there are few blocks, that is a pattern again.
+        """
+        if self._contents is None or self._is_unchanged(index) or transforms_active() or is_exporting():
+            return self
+        now = torch.cat(index[:3])
+        if now.shape == self._contents.shape:
+            lost = self._contents - now
+            if ((lost == 0) | (lost == 1)).all() & lost.any():
+                raise InvalidPatternError(f"pattern was averaged; {AVERAGES}")
+        return PatternOrigin(self.source, index, copied=True)
 
     def lacks_pattern(self, index: Index) -> bool:
         """Return True if the pattern has no contents; waits for a GPU where they have to be looked at."""
@@ -464,12 +483,16 @@ class StoredWeight(nn.Module):
     def _validate_pattern(self) -> None:
         """Raise where a step would go wrong because the pattern is missing, or others may have another."""
         missing = self._origin.source is Source.MISSING
-        if not self.col_indices.is_meta if missing else has_peers():
+        if self._origin.copied or (not self.col_indices.is_meta if missing else has_peers()):
             self._check_origin(self.training and torch.is_grad_enabled())
 
     @constant_when_compiled
     def _check_origin(self, trains: bool) -> None:
         index, origin = layer_index(self), self._origin
+        if origin.copied:
+            origin = origin.not_averaged(index)
+            if trains:  # which no average is
+                origin = PatternOrigin(origin.source, index)
         if origin.source is Source.MISSING:
             origin = origin.filled(index)
         elif trains and has_peers():
@@ -500,13 +523,15 @@ class StoredWeight(nn.Module):
                 self.weight.data = kept
         empty = before["slot"].is_meta or self.slot.is_meta
         source = Source.MISSING if empty else self._origin.source
-        self._origin = PatternOrigin(source, layer_index(self))
+        self._origin = PatternOrigin(source, layer_index(self), copied=self._origin.copied)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # torch.distributed.checkpoint reads into a state dict; its zeros are no pattern for who loads them.
         if self._origin.source is Source.MISSING and not is_sharded(self.weight):
             self._validate_pattern()
+        if self._origin.copied:
+            self._check_origin(False)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         beside = getattr(destination, "_metadata", {}).get(prefix.removesuffix("."))
         if beside is not None and self._activations is not None:
@@ -518,7 +543,7 @@ class StoredWeight(nn.Module):
 
     def __setstate__(self, own: dict[str, Any]) -> None:
         super().__setstate__({name: own[name] for name in own if name != "origin"})  # type: ignore[no-untyped-call]
-        self._origin = PatternOrigin(own["origin"], layer_index(self))
+        self._origin = PatternOrigin(own["origin"], layer_index(self), copied=True)
 
 
 # ---- for the rest of the package ----
@@ -743,7 +768,7 @@ def load(
         for name in INDEX_NAMES:  # those assigned may have another dtype
             if layer.get_buffer(name).dtype != torch.int32:
                 layer._buffers[name] = getattr(pattern, name).to(layer.slot.device)
-        layer._origin = PatternOrigin.loaded(layer_index(layer))
+        layer._origin = PatternOrigin.loaded(layer_index(layer), copied=layer._origin.copied)
 
 
 def _checked(
