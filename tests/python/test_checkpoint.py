@@ -463,7 +463,8 @@ def test_parameters_stay_the_same_objects(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("refer", "text"),
     [
-        (lambda model: {"w": model.sparse.weight}, "'other' refers to 'sparse.weight', which load"),
+        (lambda model: {model.sparse}, "'other' refers to 'sparse', which load replaces"),
+        (lambda model: {"w": model.sparse.weight}, "\"other['w']\" refers to 'sparse.weight', which load"),
     ],
 )
 def test_references_that_loading_would_leave_behind(

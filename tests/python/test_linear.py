@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICES, Recorder, blocks_of_dense
+from helpers import DEVICES, Recorder, blocks_of_dense, seeded
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import prune
 
 from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, sparsify_
 from tilesparse._runtime.pattern_cache import prepared
@@ -20,6 +21,7 @@ from tilesparse.errors import (
     InvalidPatternError,
     InvalidTypeError,
     PatternChangedError,
+    UnsupportedError,
 )
 from tilesparse.nn import ReferenceBlockSparseLinear
 from tilesparse.nn.weight import layer_index
@@ -346,6 +348,44 @@ def test_bad_arguments_are_named() -> None:
             BlockSparseLinear.from_linear(linear, **{"block_shape": 32} | options)
 
 
+UTILS, PARAMETRIZATIONS = torch.nn.utils, torch.nn.utils.parametrizations
+OF_MATRICES: dict[str, Callable[[nn.Module], Any]] = {
+    "SpectralNorm": UTILS.spectral_norm,
+    "WeightNorm": UTILS.weight_norm,
+    "_SpectralNorm": PARAMETRIZATIONS.spectral_norm,
+    "_WeightNorm": PARAMETRIZATIONS.weight_norm,
+    "_Orthogonal": PARAMETRIZATIONS.orthogonal,
+    "LnStructured": lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+    "RandomStructured": lambda layer: prune.random_structured(layer, "weight", 0.5, dim=0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_norms_of_matrices_are_refused(name: str) -> None:
+    """Silently, they would be norms of blocks, or of [nnz, bn * bk]."""
+    layer, x = BlockSparseLinear(128, 96, block_shape=32), torch.randn(3, 128)
+    OF_MATRICES[name](layer)
+    with pytest.raises(UnsupportedError, match=rf"weight must not be under torch.nn.utils.*\.{name}, "):
+        layer(x)
+    with pytest.raises(UnsupportedError, match="remove what parametrizes it"):
+        layer.to_linear()
+
+
+def test_what_is_hung_on_single_weights_is_not_refused() -> None:
+    layer, x = BlockSparseLinear(128, 96, generator=seeded(), block_shape=32), torch.randn(3, 128)
+    y = layer(x)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    pruned = layer(x)
+    assert not torch.equal(pruned, y)
+    prune.remove(layer, "weight")
+    assert torch.allclose(pruned, layer.to_linear()(x), atol=1e-6)
+    layer = BlockSparseLinear(128, 96, generator=seeded(), block_shape=32)
+    for options in ({"dim": -1}, {"name": "bias"}):  # by the norm of W, which is that of its blocks
+        PARAMETRIZATIONS.weight_norm(layer, **options)
+        assert torch.allclose(layer(x), y, atol=1e-6)
+
+
 @pytest.mark.parametrize(("whole", "limit", "compiled"), [(False, 4, 4), (False, 8, 6), (True, 4, 1)])
 def test_many_layers_are_compiled_as_the_page_on_compilation_says(
     whole: bool, limit: int, compiled: int
@@ -358,6 +398,61 @@ def test_many_layers_are_compiled_as_the_page_on_compilation_says(
         for module in [nn.Sequential(*layers)] if whole else layers:
             torch.testing.assert_close(torch.compile(module, backend=counter)(x), module(x))
     assert counter.frame_count == compiled
+
+
+INITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "kaiming_uniform": lambda weight: nn.init.kaiming_uniform_(weight, a=5**0.5),
+    "kaiming_normal": lambda weight: nn.init.kaiming_normal_(weight, mode="fan_out"),
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": lambda weight: nn.init.xavier_normal_(weight.data),
+    "normal": nn.init.normal_,
+}
+
+
+KINDS: list[Callable[[BlockSparseLinear], Any]] = [
+    ITSELF,
+    copy.deepcopy,
+    lambda layer: pickle.loads(pickle.dumps(layer)),
+    lambda layer: layer.double(),
+    ReferenceBlockSparseLinear,
+]
+
+
+@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_initial_values_of_pytorch_count_the_weights_of_a_row(
+    name: str, kind: Callable[[BlockSparseLinear], Any]
+) -> None:
+    sizes, scale = (512, 1024), 1 if name == "normal" else 2
+    layer = kind(BlockSparseLinear(*sizes, density=0.25, block_shape=32))
+    dense = nn.Linear(*sizes)
+    for each in (layer, dense):
+        INITS[name](each.weight)
+    assert layer.weight.std().item() == pytest.approx(scale * dense.weight.std().item(), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["orthogonal_", "dirac_"])
+def test_initial_values_of_other_weights_are_refused(name: str) -> None:
+    layer = make()
+    before = layer.weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=f"torch.nn.init.{name} takes the kept blocks"):
+        getattr(nn.init, name)(layer.weight)
+    assert torch.equal(layer.weight, before)
+    getattr(nn.init, name)(torch.empty(4, 4, 4))
+
+
+def test_weights_are_shared_by_layers_of_one_pattern_alone() -> None:
+    layer, other, alike = make(seed=0), make(seed=1), make(seed=0)
+    before = other.weight
+    with pytest.raises(InvalidArgumentError, match="weight must not be that of a layer with another pattern"):
+        other.weight = layer.weight
+    with pytest.raises(InvalidArgumentError, match=r"weight must be a Parameter \[nnz, bn, bk\], got None"):
+        other.weight = None  # type: ignore[assignment]
+    assert other.weight is before and other(randn(2, IN)).shape == (2, OUT)
+    alike.weight = layer.weight
+    copied, _ = copy.deepcopy((layer, alike))
+    other.pattern, other.weight, other.bias = copied.pattern, copied.weight, copied.bias
+    assert torch.equal(other(randn(2, IN)), copied(randn(2, IN)))
 
 
 def _sparsified(layer: BlockSparseLinear) -> BlockSparseLinear:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICES, seeded
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilesparse import BlockPattern, BlockSparseLinear
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, UnsupportedError
 from tilesparse.nn import concatenate
 
 OUT, IN = 384, 256
@@ -129,6 +129,13 @@ def test_spans_are_checked(arguments: dict[str, Any], text: str) -> None:
     layer = make(arguments.pop("name", "plain"))
     with pytest.raises(InvalidArgumentError, match=text):
         layer.cut(**arguments)
+
+
+def test_a_part_needs_the_whole_weight() -> None:
+    layer = make()
+    nn.utils.parametrizations.spectral_norm(layer)
+    with pytest.raises(UnsupportedError, match="remove what parametrizes it"):
+        layer.cut((0, 64))
 
 
 @every_storage

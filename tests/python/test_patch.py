@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -735,6 +736,10 @@ def test_layers_that_a_model_keeps_in_attributes_are_replaced_there(place: str) 
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "a weight": lambda layer: [layer.weight],
     "a bias in a dict": lambda layer: {"bias": (layer.bias,)},
+    "a set": lambda layer: {layer},
+    "a key": lambda layer: {layer: 1},
+    "a partial function": lambda layer: partial(layer),
+    "a bound method": lambda layer: layer.forward,
 }
 
 
@@ -751,6 +756,7 @@ def test_attributes_of_layers_and_weights_are_carried_over() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     dense: Any = model[0]
     dense.label, dense.scale, dense.weight.no_decay, dense.bias.rate = "q", torch.ones(2), True, 2.0
+    setattr(model[1], "density", 0.3)  # noqa: B010
     model[2].weight.main_grad = torch.zeros(64, 64)
     model[3].compile(backend="eager")
     report = patch(model, ".*", density=0.5)
@@ -758,7 +764,7 @@ def test_attributes_of_layers_and_weights_are_carried_over() -> None:
     assert isinstance(layer, BlockSparseLinear) and (layer.label, layer.scale) == ("q", dense.scale)
     assert layer.weight.no_decay is True and layer.bias.rate == 2.0
     said = {one.name: one.reason for one in report.skipped}
-    for name, word in (("2", "main_grad"), ("3", "compiled")):
+    for name, word in (("1", "density"), ("2", "main_grad"), ("3", "compiled")):
         assert word in said[name]
 
 

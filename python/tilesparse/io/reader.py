@@ -152,8 +152,8 @@ def _check_references(model: nn.Module, targets: Iterable[Target], places: Mappi
         if not isinstance(target.module, BlockSparseLinear):
             gone[target.module] = target.names[0]
             gone |= {one: joined(target.names[0], own) for own, one in target.module.named_parameters()}
-    for held, place in references(names_of_modules(model)).items():
-        if held in gone and id(held) not in kept:
+    for held, (place, can_follow) in references(names_of_modules(model)).items():
+        if held in gone and not can_follow and id(held) not in kept:
             raise CheckpointError(
                 f"model: {place!r} refers to {gone[held]!r}, which load replaces by a block-sparse layer; "
                 "set this attribute after loading"

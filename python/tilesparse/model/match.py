@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -133,15 +135,26 @@ def tie_of(
     module: nn.Module,
     names: Mapping[nn.Module, list[str]],
     owners: Mapping[nn.Parameter, list[nn.Module]],
-    held: Mapping[Tensor, str],
 ) -> str | None:
-    """Say with what else in the model a module shares a parameter, or return None."""
+    """Say with which other modules a module shares a parameter, or return None."""
     for name, parameter in module.named_parameters(recurse=False):
         others = [names[owner][0] for owner in owners[parameter] if owner is not module]
-        others += [held[parameter]] if parameter in held else []
         if others:
             return f"{name} is shared with {', '.join(others)}; give it a parameter of its own first"
     return None
+
+
+def own_attributes(linear: nn.Module) -> dict[str, object]:
+    """Return the attributes that someone has given to a linear layer."""
+    return {name: value for name, value in vars(linear).items() if name not in _OF_LINEAR}
+
+
+def hidden_attribute(module: nn.Module, replacement: nn.Module) -> str | None:
+    """Say which attribute that someone has given to a layer would hide one of its replacement, or None."""
+    if not is_linear(module):
+        return None
+    hidden = {*dir(replacement), *vars(replacement)} & own_attributes(module).keys()
+    return f"its attribute {min(hidden)} would hide that of a sparse layer; rename it" if hidden else None
 
 
 def hand_over(source: nn.Module, receiver: nn.Module) -> None:
@@ -150,9 +163,7 @@ def hand_over(source: nn.Module, receiver: nn.Module) -> None:
         setattr(receiver, attribute, getattr(source, attribute))
     if not is_linear(source):
         return
-    for name, value in vars(source).items():  # that someone has given to it
-        if name not in _OF_LINEAR and not hasattr(receiver, name):
-            setattr(receiver, name, value)
+    vars(receiver).update(own_attributes(source))
     for name, parameter in source._parameters.items():
         taker = receiver._parameters.get(name)
         if parameter is not None and taker is not None:
@@ -256,28 +267,28 @@ def set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
+class Reference(NamedTuple):
+    """A place where a model holds a module or a tensor, and whether `follow` can put another there."""
+
+    place: str
+    can_follow: bool
+
+
 _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
-def references(names: Mapping[nn.Module, list[str]]) -> dict[Tensor, str]:
-    """Return which attribute of the model, with its lists, tuples and dicts, holds a tensor."""
-    found: dict[Tensor, str] = {}
+def references(names: Mapping[nn.Module, list[str]]) -> dict[nn.Module | Tensor, Reference]:
+    """Return what attributes, lists, tuples, dicts, sets, partial functions and bound methods hold."""
+    found: dict[nn.Module | Tensor, Reference] = {}
     seen: set[int] = set()
     for module, aliases in names.items():
         for attribute, value in vars(module).items():
             if attribute not in _OF_MODULES:
                 place = f"{aliases[0]}.{attribute}".removeprefix(".")
-                found |= dict.fromkeys(_tensors_held(value, seen), place)
+                for held, reference in _held(value, place, True, seen):
+                    if held not in found or not reference.can_follow:
+                        found[held] = reference
     return found
-
-
-def _tensors_held(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict) and id(value) not in seen:
-        seen.add(id(value))
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_held(part, seen)
 
 
 def follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
@@ -287,6 +298,30 @@ def follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
         own = vars(module)
         for attribute in own.keys() - _OF_MODULES:
             own[attribute] = _followed(own[attribute], new, seen)
+
+
+def _held(
+    value: Any, place: str, can_follow: bool, seen: set[int]
+) -> Iterator[tuple[nn.Module | Tensor, Reference]]:
+    if isinstance(value, nn.Module | Tensor):
+        yield value, Reference(place, can_follow and isinstance(value, nn.Module))
+        return
+    parts: list[tuple[Any, str, bool]] = []
+    if isinstance(value, list | tuple):
+        parts = [(part, f"{place}[{number}]", can_follow) for number, part in enumerate(value)]
+    elif isinstance(value, dict):
+        parts = [(part, f"{place}[{shown(key)}]", can_follow) for key, part in value.items()]
+        parts += [(key, f"a key of {place}", False) for key in value]
+    elif isinstance(value, set | frozenset):
+        parts = [(part, place, False) for part in value]
+    elif isinstance(value, partial):
+        parts = [(part, place, False) for part in (value.func, value.args, value.keywords)]
+    elif isinstance(value, MethodType):
+        parts = [(value.__self__, place, False)]
+    if parts and id(value) not in seen:
+        seen.add(id(value))
+        for part in parts:
+            yield from _held(*part, seen)
 
 
 def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) -> Any:
@@ -503,7 +538,7 @@ def match_modules(
         if reason is None and not naming:
             reason = "output embedding; a pattern that names it patches it"
         if reason is None:
-            reason = tie_of(module, names, owners, held)
+            reason = tie_of(module, names, owners) or _reason_from(module, held)
         if reason is None and reads is not None and module in reads:
             reason = f"{reads[module]} reads its weight itself"
         if reason is None and rule.config is not None:
@@ -518,6 +553,16 @@ def match_modules(
                 f"{rule.layers.text!r} before it"
             )
     return matched, skipped
+
+
+def _reason_from(module: nn.Module, places: Mapping[nn.Module | Tensor, Reference]) -> str | None:
+    """Say which attribute of the model would go on holding a dense layer or its parameter, or return None."""
+    own: list[nn.Module | Tensor] = [*module.parameters(recurse=False), module]
+    for one in own:
+        if one in places and not places[one].can_follow:
+            kind = "it" if one is module else "a parameter of it"
+            return f"{places[one].place} holds {kind} and cannot be changed to hold the sparse one"
+    return None
 
 
 def check_rules(

@@ -27,6 +27,7 @@ from .match import (
     check_can_be_ranked,
     check_can_change,
     check_rules,
+    hidden_attribute,
     layers_changed,
     match_modules,
     matching,
@@ -48,7 +49,12 @@ def _made(matched: Sequence[Match]) -> tuple[list[Target], list[SkippedLayer]]:
     for module, names, config, named in matched:
         name = names[0]
         try:
-            targets.append(Target(names, module, sparse_layer(module, config)))
+            made = sparse_layer(module, config)
+            reason = hidden_attribute(module, made)
+            if reason is None:
+                targets.append(Target(names, module, made))
+            else:
+                skipped.append(SkippedLayer(name, type(module).__name__, reason))
         except TileSparseError as error:
             if named or not isinstance(error, CannotBeCutError):
                 kind = InvalidArgumentError if isinstance(error, CannotBeCutError) else type(error)

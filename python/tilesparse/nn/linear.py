@@ -59,6 +59,7 @@ from .weight import (
     kept_mask,
     layer_index,
     load,
+    refuse_norms,
     stored_of,
 )
 
@@ -649,6 +650,7 @@ class BlockSparseLinear(StoredWeight):
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # parametrizations and the like put attributes in their places
+            refuse_norms(self)
             weight, bias = self.weight, self.bias
         index = layer_index(self)
         buffers: dict[str, Any] = self._buffers

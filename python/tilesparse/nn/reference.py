@@ -12,7 +12,7 @@ from ..errors import InvalidArgumentError, InvalidTypeError
 from ..functional import quantize_activations
 from ..storage.formats import storage_of
 from .linear import BlockSparseLinear, linear_of, representation
-from .weight import dense_blocks
+from .weight import dense_blocks, note_owner
 
 
 class ReferenceBlockSparseLinear(nn.Module):
@@ -55,6 +55,7 @@ class ReferenceBlockSparseLinear(nn.Module):
         for name, indices in zip(("block_rows", "block_cols"), layer.pattern.block_indices(), strict=True):
             self.register_buffer(name, indices.to(layer.weight.device))
         self.train(layer.training)
+        note_owner(self)
 
     def forward(self, input: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """Return y [..., out_features] = x Wᵀ + bias by the dense W; a residual of its shape is added."""

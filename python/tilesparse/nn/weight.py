@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._checks import ALIGNMENT, Index, check_policy
+from .._checks import ALIGNMENT, Index, check_policy, shown
 from .._files import checksum
+from .._hooks import adapt
 from .._runtime.pattern_cache import update_of
 from .._runtime.torch_private import (
     constant_when_compiled,
@@ -127,6 +129,71 @@ def _check_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"block-sparse weight that now is {list(weight.shape)}: its number of blocks changed; "
                     "build the optimizer again, or load its own state_dict after that of the model"
                 )
+
+
+_owners: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by ids of weights, perhaps former ones
+
+
+def check_weight(layer: Any, weight: object) -> None:
+    """Refuse a weight that another layer has, with another pattern, and None."""
+    if not isinstance(weight, Tensor):
+        raise InvalidArgumentError(f"weight must be a Parameter [nnz, bn, bk], got {shown(weight)}")
+    other: Any = _owners.get(id(weight))
+    if other is not layer and hasattr(other, "_pattern_if_any") and other._parameters.get("weight") is weight:
+        mine, theirs = layer._pattern_if_any(), other._pattern_if_any()
+        if mine is not None and theirs is not None and mine != theirs:
+            raise InvalidArgumentError(
+                "weight must not be that of a layer with another pattern, whose blocks lie elsewhere, got "
+                f"{theirs} for {mine}; assign layer.pattern first"
+            )
+
+
+def note_owner(layer: nn.Module) -> None:
+    """Have `torch.nn.init` know the layer by its weight."""
+    weight = layer._parameters.get("weight")
+    if weight is not None:
+        _owners[id(weight)] = layer
+
+
+def _owner_of(tensor: Tensor) -> Any:
+    """Return the layer of a weight, or of its ``data``."""
+    if tensor.dim() != 3:
+        return None
+    for reference in _owners.valuerefs():
+        layer: Any = reference()
+        weight = None if layer is None else layer._parameters.get("weight")
+        if weight is tensor or _is_data_of(weight, tensor):
+            return layer
+    return None
+
+
+def _is_data_of(weight: Tensor | None, tensor: Tensor) -> bool:
+    if weight is None or weight.shape != tensor.shape or weight.is_meta or weight.device != tensor.device:
+        return False
+    return not is_sharded(weight) and not is_sharded(tensor) and weight.data_ptr() == tensor.data_ptr() != 0
+
+
+def _fans(calculate: Callable[[Tensor], tuple[int, int]], tensor: Tensor) -> tuple[int, int]:
+    layer = _owner_of(tensor)
+    if layer is None:
+        return calculate(tensor)
+    kept = tensor.numel() if getattr(layer, "nm", None) is None else tensor.numel() // 2
+    fan_out = kept / (layer.in_features * getattr(layer, "experts", 1))
+    return max(1, round(kept / layer.out_features)), max(1, round(fan_out))
+
+
+def _refuse(initialise: Callable[..., Tensor], tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    if _owner_of(tensor) is not None:
+        raise UnsupportedError(
+            f"torch.nn.init.{initialise.__name__} takes the kept blocks [nnz, bn, bk] for another kind of "
+            "weight; initialise an nn.Linear and convert it by BlockSparseLinear.from_linear"
+        )
+    return initialise(tensor, *args, **options)
+
+
+adapt(torch.nn.init, "_calculate_fan_in_and_fan_out", _fans)
+for _name in ("orthogonal_", "dirac_"):
+    adapt(torch.nn.init, _name, _refuse)
 
 
 class Source(Enum):
@@ -288,6 +355,13 @@ _STATE = (
     "_threshold",
 )
 _NOT_COPIED = ("_observe", "_merged", "_origin")
+_OF_MATRICES = (
+    "torch.nn.utils.parametrizations.",  # spectral_norm, weight_norm, orthogonal
+    "torch.nn.utils.spectral_norm.",
+    "torch.nn.utils.weight_norm.",
+    "torch.nn.utils.prune.RandomStructured",
+    "torch.nn.utils.prune.LnStructured",
+)
 _Weight = TypeVar("_Weight", bound="StoredWeight")
 
 
@@ -480,6 +554,10 @@ class StoredWeight(nn.Module):
         if self._merged is not None:
             self._merged[0].end()
 
+    def _pattern_if_any(self) -> BlockPattern | None:
+        missing = self.col_indices.is_meta or self._origin.source is Source.MISSING
+        return None if missing else self.pattern
+
     def _validate_pattern(self) -> None:
         """Raise where a step would go wrong because the pattern is missing, or others may have another."""
         missing = self._origin.source is Source.MISSING
@@ -524,6 +602,7 @@ class StoredWeight(nn.Module):
         empty = before["slot"].is_meta or self.slot.is_meta
         source = Source.MISSING if empty else self._origin.source
         self._origin = PatternOrigin(source, layer_index(self), copied=self._origin.copied)
+        note_owner(self)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -537,6 +616,22 @@ class StoredWeight(nn.Module):
         if beside is not None and self._activations is not None:
             beside["activations"] = self._activations
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; a weight must be one, and not that of a layer with another pattern."""
+        if name == "weight" and "_origin" in self.__dict__:
+            check_weight(self, param)
+        super().register_parameter(name, param)
+        if name == "weight" and param is not None:
+            note_owner(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and value is None and "weight" in self._parameters:
+            check_weight(self, value)
+        if isinstance(value, nn.Module) and isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)  # which nn.Module would take for a submodule
+        else:
+            super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
         return {**own, "origin": self._origin.source}  # the versions of copied tensors begin anew
@@ -544,6 +639,7 @@ class StoredWeight(nn.Module):
     def __setstate__(self, own: dict[str, Any]) -> None:
         super().__setstate__({name: own[name] for name in own if name != "origin"})  # type: ignore[no-untyped-call]
         self._origin = PatternOrigin(own["origin"], layer_index(self), copied=True)
+        note_owner(self)
 
 
 # ---- for the rest of the package ----
@@ -585,6 +681,7 @@ def take_over(layer: _Weight, other: _Weight) -> None:
     """Make a layer another one of its shape, tensors and all; hooks and mode stay."""
     for name in _STATE:
         setattr(layer, name, getattr(other, name))
+    note_owner(layer)
 
 
 def hold_shard(layer: StoredWeight, shard: Any) -> None:
@@ -638,6 +735,25 @@ def check_trainable(layer: StoredWeight, method: str) -> None:
         raise UnsupportedError(
             f"{method} needs the storage 'plain', got {layer.storage!r}; call to_storage('plain')"
         )
+
+
+def refuse_norms(layer: nn.Module) -> None:
+    """Raise for what PyTorch hangs on a weight and takes its blocks [nnz, bn, bk] for the matrix W."""
+    if "weight" in layer._parameters:
+        return
+    of_weight: Any = getattr(layer, "parametrizations", {})
+    acting = [*of_weight["weight"]] if "weight" in of_weight else []
+    for hook in layer._forward_pre_hooks.values():
+        if "weight" in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
+            acting += [hook, *getattr(hook, "_pruning_methods", ())]
+    for one in acting:
+        name = f"{type(one).__module__}.{type(one).__name__}"
+        # The norm of all blocks at once is that of W.
+        if name.startswith(_OF_MATRICES) and not ("WeightNorm" in name and getattr(one, "dim", 0) == -1):
+            raise UnsupportedError(
+                f"weight must not be under {name}, which takes the kept blocks [nnz, bn, bk] for the matrix "
+                "[out_features, in_features]; remove it, or register a parametrization of blocks"
+            )
 
 
 class Stored(NamedTuple):
