@@ -699,6 +699,13 @@ def test_2_4_layers_keep_their_masks() -> None:
     assert torch.equal(kept, mask)
 
 
+def test_parametrized_weights_are_refused() -> None:
+    made = model()
+    nn.utils.parametrizations.weight_norm(made.blocks[0].mlp.up)
+    with pytest.raises(UnsupportedError, match="remove what parametrizes it"):
+        quantize_(made, W8A8, batches(1))
+
+
 def test_a_weight_that_is_not_finite_is_named() -> None:
     made = chain()
     with torch.no_grad():
