@@ -716,7 +716,7 @@ def warn_user(text: str) -> None:
     """Warn at the line outside of this package that led here."""
     package = __name__.partition(".")[0]
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 
