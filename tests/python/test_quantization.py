@@ -16,7 +16,7 @@ import tilesparse as ts
 from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, BlockSparseMatrix, quantize_
 from tilesparse.calibrate.calibration import damped
 from tilesparse.calibrate.stream import tensors_in
-from tilesparse.errors import InvalidArgumentError
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.weight import dense_blocks, kept_mask
 from tilesparse.quantize import plan, smooth
 from tilesparse.quantize.plan import RoundedWeight, round_weight
