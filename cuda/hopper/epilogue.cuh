@@ -375,9 +375,7 @@ class DdsEpilogue {
     // Called before the sums are computed; asks for the residual of the first chunks.
     __device__ void begin(int token) {
         token_ = token;
-#pragma unroll
-        for (int i = 0; i < kMaxRows; ++i)
-            rows_[i] = Traits::kGrouped ? next_rows_[i] - rows_before_ : next_rows_[i];
+        set_rows();
         bias_ = {next_bias_[0], next_bias_[1]};
         if constexpr (kScales) {
             scales_ = next_scales_;
@@ -402,6 +400,19 @@ class DdsEpilogue {
             store_as<false>(scaled);
     }
 
+    // True if results are what the sums are, row-major.
+    __device__ static bool is_plain(const DdsArguments& arguments) {
+        return arguments.bias == nullptr && arguments.activation == Activation::none &&
+               !arguments.has_residual && arguments.output_layout == Layout::row_major;
+    }
+    // begin() and store() for these: fewer instructions, each of which takes its latency.
+    __device__ void store_plain(typename Traits::Accumulator (&sums)[kSums], int token) {
+        static_assert(!kScales);
+        token_ = token;
+        set_rows();
+        store_in_turn<true, 0, true>(reinterpret_cast<float (&)[kSums]>(sums));
+    }
+
     // Before the CTA ends, its stores must have read shared memory.
     __device__ void finish_stores() const { cute::tma_store_wait<0>(); }
 
@@ -413,6 +424,12 @@ class DdsEpilogue {
     static constexpr int kMaxRows = Traits::kWarpgroupFeatures / kWarpFeatures;
     static_assert(Traits::kChunks <= 4, "a warp for each");
     static constexpr bool kOneMore = Traits::kChunks > 1 && kAllChunks == Traits::kChunks + 1;  // chunk
+
+    __device__ void set_rows() {
+#pragma unroll
+        for (int i = 0; i < kMaxRows; ++i)
+            rows_[i] = Traits::kGrouped ? next_rows_[i] - rows_before_ : next_rows_[i];
+    }
 
     // A lane keeps those of each 32nd token. They are read early, as all is, and shared memory has no room.
     __device__ void read_token_scales() {
@@ -454,10 +471,10 @@ class DdsEpilogue {
 
     // Chunks take the buffers in turn. As many as there are buffers are rounded at a time, since waiting for
     // one another takes longer, and then the next ones: those from kFirst on.
-    template <bool kRowMajor, int kFirst>
+    template <bool kRowMajor, int kFirst, bool kPlain = false>
     __device__ void store_in_turn(float (&sums)[kSums]) {
         constexpr int kCount = chunks_from(kFirst), kNext = chunks_from(kFirst + kCount);
-        const bool residual = !kOneMore && arguments_.has_residual;
+        const bool residual = !kOneMore && !kPlain && arguments_.has_residual;
         if (residual)
             combine<kRowMajor, kFirst, kCount>(sums);
         else
@@ -467,7 +484,7 @@ class DdsEpilogue {
         each_own_buffer(0, kCount, [&](int buffer) { store_chunk(kFirst + buffer, buffer); });
         if constexpr (kNext > 0) {
             if (residual) load_residual(kFirst + kCount, kNext);
-            store_in_turn<kRowMajor, kFirst + kCount>(sums);
+            store_in_turn<kRowMajor, kFirst + kCount, kPlain>(sums);
         }
     }
     static constexpr int chunks_from(int first) {
