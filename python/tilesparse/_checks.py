@@ -77,10 +77,10 @@ def _sides(block_shape: object) -> tuple[int, int] | None:
     return (bn, bk) if bn in BLOCK_SIDES and bk in BLOCK_SIDES else None
 
 
-def check_module(model: object) -> None:
+def check_module(model: object, name: str = "model") -> None:
     """Refuse anything but a module."""
     if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise InvalidArgumentError(f"{name} must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def check_content(name: str, tensor: Tensor) -> None:

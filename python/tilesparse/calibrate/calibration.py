@@ -597,11 +597,11 @@ class Calibration:
             yield output
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, name: str = "model") -> None:
     """Raise InvalidArgumentError for what is no module, and where parameters have no data."""
-    check_module(model)
+    check_module(model, name)
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise InvalidArgumentError("model must not have parameters on the meta device: they have no weights")
+        raise InvalidArgumentError(f"{name} must not have parameters on the meta device, without weights")
 
 
 def collected(batches: Iterable[Any]) -> list[Any]:

@@ -233,8 +233,8 @@ class BlockSparseLinear(StoredWeight):
             pattern = BlockPattern.random(
                 shape, block_shape=block_shape, density=density, generator=generator
             )
-        elif pattern.shape != shape:
-            raise InvalidArgumentError(f"pattern must have shape {shape}, got {pattern.shape}")
+        else:
+            _check_pattern(pattern, shape)
         like = torch.empty(0, device=device, dtype=dtype)
         spec = LayerSpec.of(pattern, like.dtype, nm=nm, transposable=transposable, policy=policy)
         spec = spec.with_storage(storage, activations=activations)
@@ -366,6 +366,7 @@ class BlockSparseLinear(StoredWeight):
                     f"the blocks that were chosen leave {rows} block rows (outputs that are the bias alone) "
                     f"and {columns} block columns (inputs that nothing reads) empty"
                 )
+        _check_pattern(pattern, weight.shape)
         spec = LayerSpec.of(pattern, weight.dtype, nm=nm, transposable=transposable, policy=policy)
         spec = spec.with_storage(storage, activations=activations)
         by_weight = scores if scores is not None and scores.shape == weight.shape else None
@@ -740,6 +741,13 @@ def layer_like(layer: _Layer, stored: Stored) -> _Layer:
 
 
 @torch.no_grad()
+def _check_pattern(pattern: object, shape: Sequence[int]) -> None:
+    if not isinstance(pattern, BlockPattern):
+        raise InvalidArgumentError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
+    if pattern.shape != tuple(shape):
+        raise InvalidArgumentError(f"pattern must have shape {tuple(shape)}, got {pattern.shape}")
+
+
 def layer_of_dense(
     cls: type[_Layer],
     spec: LayerSpec,
@@ -750,8 +758,7 @@ def layer_of_dense(
     scores: Tensor | None = None,
 ) -> _Layer:
     """Return a layer of copies of a dense weight's blocks and of its bias, stored as the spec says."""
-    if pattern.shape != dense.shape:
-        raise InvalidArgumentError(f"pattern must have shape {tuple(dense.shape)}, got {pattern.shape}")
+    _check_pattern(pattern, dense.shape)
     plain, on_device = spec.with_storage("plain"), pattern.to(dense.device)
     tensors = {"weight": kept_blocks(dense, on_device)}
     if spec.nm is not None:

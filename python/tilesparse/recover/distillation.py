@@ -294,6 +294,7 @@ def distill_(
             f"lr must be given in place of an optimizer, and not beside it, got {shown(lr)}"
         )
     check_module(model)
+    check_module(teacher, "teacher")
     if optimizer is None:
         rate = checked_number("lr", lr, above_zero=True)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

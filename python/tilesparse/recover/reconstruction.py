@@ -80,7 +80,7 @@ def reconstruct_(
             share a parameter. After any error or interruption the parameters are as they were.
     """
     check_model(model)
-    check_model(teacher)
+    check_model(teacher, "teacher")
     check_distinct(model, teacher)
     epochs = checked_count("epochs", epochs)
     lr = checked_number("lr", lr, above_zero=True)
