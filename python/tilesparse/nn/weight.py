@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -18,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._checks import ALIGNMENT, Index, check_policy, shown
 from .._files import checksum
-from .._hooks import adapt
 from .._runtime.pattern_cache import update_of
 from .._runtime.torch_private import (
     constant_when_compiled,
@@ -191,9 +191,10 @@ def _refuse(initialise: Callable[..., Tensor], tensor: Tensor, *args: Any, **opt
     return initialise(tensor, *args, **options)
 
 
-adapt(torch.nn.init, "_calculate_fan_in_and_fan_out", _fans)
-for _name in ("orthogonal_", "dirac_"):
-    adapt(torch.nn.init, _name, _refuse)
+for _name in ("_calculate_fan_in_and_fan_out", "orthogonal_", "dirac_"):
+    _function: Any = getattr(torch.nn.init, _name)
+    _adapted = partial(_fans if _name.startswith("_") else _refuse, _function)
+    setattr(torch.nn.init, _name, wraps(_function)(_adapted))
 
 
 class Source(Enum):
