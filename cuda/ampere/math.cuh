@@ -53,11 +53,12 @@ struct DirectMath : Elements_ {
     }
 };
 
-using f16 = DirectMath<Uniform<__half>, cute::SM80_16x8x16_F32F16F16F32_TN>;
-using bf16 = DirectMath<Uniform<__nv_bfloat16>, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+// Types of their own, not other names: kernels are named after them, hundreds of them.
+struct f16 : DirectMath<Uniform<__half>, cute::SM80_16x8x16_F32F16F16F32_TN> {};
+struct bf16 : DirectMath<Uniform<__nv_bfloat16>, cute::SM80_16x8x16_F32BF16BF16F32_TN> {};
 
 // Both factors in 8 bits. Results have one of three types, of which this is the widest.
-using i8 = DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x32_S32S8S8S32_TN>;
+struct i8 : DirectMath<Elements<int8_t, int8_t, int32_t, float>, cute::SM80_16x8x32_S32S8S8S32_TN> {};
 
 // float8 in its own instruction from compute capability 8.9 on, which nvcc makes of halves for 9.0 and 10.x.
 // 8.0 has none, so that its values are multiplied as halves, exactly: of four values of a row that a register
