@@ -267,6 +267,9 @@ __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const typename T
     constexpr int kTokenTiles = Traits::kWarpTokenTiles, kTiles = Weight::kTiles;
     constexpr int kSteps = Traits::kSlice / Weight::kStep / Traits::kHalves;
     static_assert(kSteps > 0);
+    // Sums of a block without its scales. Those of more tiles would take too many registers.
+    constexpr int kBlockParts = kTokenTiles == 1 ? Weight::kBlockParts : 1;
+    DecodeSums<Traits> own = {};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         const int step = half * kSteps + i;
@@ -279,11 +282,26 @@ __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const typename T
 #pragma unroll
             for (int n = 0; n < (kTokenTiles + kTiles - 1) / kTiles; ++n)
                 b[n] = input.load(stage, step * Weight::kParts + part, n);
+            const int chunk = step * Weight::kParts + part;
+            const bool ends = Weight::kScalesSums && (chunk + 1) % kBlockParts == 0;
+            float2 scales[Traits::kWarpRowTiles];
+            if constexpr (Weight::kScalesSums)
+#pragma unroll
+                for (int m = 0; m < Traits::kWarpRowTiles; ++m)
+                    if (ends) scales[m] = weight.load_scales(stage, chunk, m);
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int m = 0; m < Traits::kWarpRowTiles; ++m)
-                    Weight::multiply(sums[m][n], a[m], b[n / kTiles], part, n % kTiles);
+                for (int m = 0; m < Traits::kWarpRowTiles; ++m) {
+                    auto& of_block = Weight::kScalesSums ? own[m][n] : sums[m][n];
+                    Weight::multiply(of_block, a[m], b[n / kTiles], part, n % kTiles);
+                    if constexpr (Weight::kScalesSums) {
+                        if (!ends) continue;
+                        add_scaled(sums[m][n], of_block, scales[m]);
+#pragma unroll
+                        for (float& sum : of_block) sum = 0;
+                    }
+                }
         }
     }
 }
@@ -427,7 +445,7 @@ class DecodeTeams {
         return round < ctas_ && 2 * ctas_ < 3 * round ? teams / 2 : teams;
     }
 
-    // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
+    // So many that all CTAs run at a time, or in as few rounds as leave room for three, each with slices to
     // keep its ring full for a while; where there are few CTAs, with one slice.
     int at_once() const {
         const int most = std::min(kMaxDecodeWarps / tile_.team, kDecodeSharedBytes / tile_.ring_bytes);
@@ -437,7 +455,7 @@ class DecodeTeams {
         };
         const int all = (ctas_ - 1) / device_.multiprocessors + 1;  // of a multiprocessor
         int at_once = all;
-        while (at_once > 1 && fit(at_once) < 2) at_once = (at_once + 1) / 2;
+        while (at_once > 1 && fit(at_once) < 3) at_once = (at_once + 1) / 2;
         const auto slices = static_cast<int>(slices_);
         return std::clamp(std::min(fit(at_once), all == 1 ? slices : slices / 4), 1, most);
     }
