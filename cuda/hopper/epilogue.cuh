@@ -333,7 +333,18 @@ class DdsEpilogue {
     using Arrived = Barrier[Traits::kChunks];  // of the residual in a buffer
 
     __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived,
-                           int warpgroup, int thread = threadIdx.x % 128, uint32_t residual_parity = 0)
+                           int warpgroup)
+        : arguments_(arguments),
+          buffers_(buffers),
+          arrived_(arrived),
+          warpgroup_(warpgroup),
+          thread_(threadIdx.x % 128),
+          row_count_(arguments.warpgroup_rows),
+          staging_(arguments, threadIdx.x % 128),
+          first_row_(row_of(0)) {}
+    // The same of a thread that the compiler does not know, of a tile that is not the first.
+    __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived,
+                           int warpgroup, int thread, uint32_t residual_parity)
         : arguments_(arguments),
           buffers_(buffers),
           arrived_(arrived),
@@ -643,7 +654,7 @@ class DdsEpilogue {
     int thread_;
     int row_count_;  // block rows of the warpgroup
     Staging staging_;
-    uint32_t residual_parity_;
+    uint32_t residual_parity_ = 0;
     int token_ = 0;
     int end_ = 0;          // of the tokens of a group
     int rows_before_ = 0;  // block rows before those of its weight
