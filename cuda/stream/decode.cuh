@@ -445,7 +445,7 @@ class DecodeTeams {
         return round < ctas_ && 2 * ctas_ < 3 * round ? teams / 2 : teams;
     }
 
-    // So many that all CTAs run at a time, or in as few rounds as leave room for three, each with slices to
+    // So many that all CTAs run at a time, or in as few rounds as leave room for two, each with slices to
     // keep its ring full for a while; where there are few CTAs, with one slice.
     int at_once() const {
         const int most = std::min(kMaxDecodeWarps / tile_.team, kDecodeSharedBytes / tile_.ring_bytes);
@@ -455,7 +455,7 @@ class DecodeTeams {
         };
         const int all = (ctas_ - 1) / device_.multiprocessors + 1;  // of a multiprocessor
         int at_once = all;
-        while (at_once > 1 && fit(at_once) < 3) at_once = (at_once + 1) / 2;
+        while (at_once > 1 && fit(at_once) < 2) at_once = (at_once + 1) / 2;
         const auto slices = static_cast<int>(slices_);
         return std::clamp(std::min(fit(at_once), all == 1 ? slices : slices / 4), 1, most);
     }
