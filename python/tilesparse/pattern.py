@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._checks import Index, grid_of, is_ragged, is_tensor, shown
+from ._checks import Array, Index, grid_of, is_ragged, is_tensor, shared, shown
 from ._runtime import pattern_cache
 from ._runtime.device import exclusive
 from ._runtime.pattern_cache import blocks_of, content_of, prepared, update_of, validate
@@ -48,7 +48,7 @@ def index_of(numbers: Tensor, like: Index) -> Index:
     return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
 
 
-def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
+def _index_array(name: str, array: Array | Sequence[int], length: int | None = None) -> Tensor:
     """Return an int32 copy of an index array on the host."""
     given = _integers(name, array, InvalidPatternError)
     if given.dim() != 1 or length not in (None, len(given)):
@@ -63,11 +63,12 @@ def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = 
 
 def _integers(
     name: str,
-    given: Tensor | Sequence[Any],
+    given: Array | Sequence[Any],
     error: type[InvalidArgumentError] = InvalidArgumentError,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Return given integers as an int64 tensor on a device; bool does not count."""
+    given = shared(name, given)
     if isinstance(given, Tensor):
         _checks.check_content(name, given)
     numbers = torch.as_tensor(given, device=device)
@@ -192,7 +193,7 @@ class BlockPattern(PatternView):
     this is.
 
     Args:
-        crow_indices: [R + 1] integers: a tensor, an array of NumPy, or a sequence.
+        crow_indices: [R + 1] integers: a tensor, an array with DLPack, or a sequence.
         col_indices: [nnz] integers.
         shape: (out_features, in_features).
         block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
@@ -206,15 +207,16 @@ class BlockPattern(PatternView):
 
     def __init__(
         self,
-        crow_indices: Tensor | Sequence[int],
-        col_indices: Tensor | Sequence[int],
+        crow_indices: Array | Sequence[int],
+        col_indices: Array | Sequence[int],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
-        slot: Tensor | Sequence[int] | None = None,
+        slot: Array | Sequence[int] | None = None,
         device: Device = None,
     ) -> None:
         refuse_fakes("a pattern")
+        col_indices = shared("col_indices", col_indices)
         if device is None:
             device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
         shape, block_shape, (block_rows, _) = _checks.pattern_shapes(shape, block_shape)
@@ -293,7 +295,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_blocks(
         cls,
-        blocks: Tensor | Sequence[tuple[int, int]],
+        blocks: Array | Sequence[tuple[int, int]],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
@@ -309,6 +311,7 @@ class BlockPattern(PatternView):
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
         shape, block_shape, (rows, cols) = _checks.pattern_shapes(shape, block_shape)
+        blocks = shared("blocks", blocks)
         pairs = _integers("blocks", blocks, InvalidPatternError)
         if pairs.numel() == 0:
             pairs = pairs.view(0, 2)
@@ -329,7 +332,7 @@ class BlockPattern(PatternView):
 
     @classmethod
     def from_block_mask(
-        cls, mask: Tensor, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
+        cls, mask: Array, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
     ) -> BlockPattern:
         """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block.
 
@@ -341,7 +344,7 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, block_shape, device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
+    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int]) -> BlockPattern:
         """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
         mask = check_matrix("mask", mask) != 0
         shape, block_shape, _ = _checks.pattern_shapes(mask.shape, block_shape)
@@ -351,7 +354,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_scores(
         cls,
-        scores: Tensor,
+        scores: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -378,7 +381,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -558,12 +561,13 @@ def shape_of_grid(
     return checked, sides
 
 
-def check_matrix(name: str, given: Tensor) -> Tensor:
+def check_matrix(name: str, given: Array) -> Tensor:
     """Return a dense matrix with content; refuse anything else."""
-    if not is_tensor(given) or given.dim() != 2:
+    matrix: Tensor = shared(name, given)
+    if not is_tensor(matrix) or matrix.dim() != 2:
         raise InvalidTypeError(f"{name} must be a dense 2-D tensor, got {shown(given)}")
-    _checks.check_content(name, given)
-    return given
+    _checks.check_content(name, matrix)
+    return matrix
 
 
 def _blocks_of_parts(
