@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,6 +150,23 @@ class PatternView:
         mask = torch.zeros(self.grid, dtype=torch.bool, device=self.device)
         mask[self.block_indices()] = True
         return mask
+
+    def waste(self, mask: Array) -> float:
+        """Return the part of the kept elements that is 0 in a mask [out_features, in_features], or a matrix.
+
+        Raises:
+            InvalidArgumentError: ``mask`` has another shape, or nonzeros outside of the kept blocks.
+        """
+        wanted = check_matrix("mask", mask) != 0
+        if wanted.shape != self.shape:
+            raise InvalidArgumentError(f"mask must have shape {self.shape}, got {tuple(wanted.shape)}")
+        counts = blocks_of(wanted, self.block_shape).count_nonzero((-2, -1))
+        kept = counts[self.to_block_mask().to(counts.device)]
+        if int(kept.sum()) != int(counts.sum()):
+            raise InvalidArgumentError(
+                f"mask must lie within the kept blocks, got {int(counts.sum() - kept.sum())} nonzeros outside"
+            )
+        return 1 - int(kept.sum()) / (self.nnz * math.prod(self.block_shape)) if self.nnz else 0.0
 
     def to_mask(self) -> Tensor:
         """Return a mask [out_features, in_features] bool that is True for elements of kept blocks."""
@@ -344,9 +362,18 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, block_shape, device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
+    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero.
+
+        Args:
+            mask: the elements to cover; `waste` says how much of the blocks is none of them.
+            block_shape: (bn, bk), or one number for both; None chooses one of 16 to 128, of those that divide
+                the shape if there are any: larger blocks have faster products on GPUs, and cover more than
+                the mask.
+        """
         mask = check_matrix("mask", mask) != 0
+        if block_shape is None:
+            block_shape = _best_block_shape(mask)
         shape, block_shape, _ = _checks.pattern_shapes(mask.shape, block_shape)
         kept = blocks_of(mask, block_shape).any(-1).any(-1)
         return cls.from_block_mask(kept, block_shape=block_shape, shape=shape)
@@ -543,6 +570,25 @@ class BlockPattern(PatternView):
 
 def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: Any) -> BlockPattern:
     return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
+
+
+# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
+BLOCK_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
+
+
+def _best_block_shape(mask: Tensor) -> tuple[int, int]:
+    """Return the block shape with the fastest product of those that divide a mask, or of all if none does."""
+    finest = blocks_of(mask, (16, 16)).any(-1).any(-1)
+    of_rows, of_cols = (
+        [size for size in BLOCK_COSTS if side % size == 0] or [*BLOCK_COSTS] for side in mask.shape
+    )
+    costs = {
+        (rows, cols): float(blocks_of(finest, (rows // 16, cols // 16)).any(-1).any(-1).float().mean())
+        * BLOCK_COSTS[min(rows, cols)]
+        for rows in of_rows
+        for cols in of_cols
+    }
+    return min(costs, key=lambda shape: costs[shape])
 
 
 def shape_of_grid(
