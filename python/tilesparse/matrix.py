@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._checks import DTYPES, Array, check_values, check_whole_blocks, is_ragged, pattern_shapes, shared, shown
+from ._checks import (
+    DTYPES,
+    Array,
+    check_values,
+    check_whole_blocks,
+    is_ragged,
+    is_tensor,
+    pattern_shapes,
+    shared,
+    shown,
+)
 from ._ops.autograd import call
 from ._ops.products import EXPAND, GATHER
 from .errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
@@ -35,7 +45,7 @@ class BlockSparseMatrix:
     """
 
     def __init__(self, values: Array, pattern: BlockPattern) -> None:
-        tensor: Tensor = shared("values", values)
+        tensor = _array("values", values)
         _check_dtype("values", tensor)
         batched = tensor.dim() == 4 and tensor.shape[0] > 0
         if batched and not tensor.is_contiguous():
@@ -61,7 +71,7 @@ class BlockSparseMatrix:
     @classmethod
     def from_dense(cls, dense: Array, pattern: BlockPattern) -> "BlockSparseMatrix":
         """Take the blocks of a pattern from a dense matrix [out_features, in_features]; differentiable."""
-        tensor: Tensor = shared("dense", dense)
+        tensor = _array("dense", dense)
         return cls(call(GATHER, tensor, None, pattern.index_on(tensor.device)), pattern)
 
     @classmethod
@@ -101,7 +111,7 @@ class BlockSparseMatrix:
         bsr.sum_duplicates()
         bsr.sort_indices()
         pattern = BlockPattern(bsr.indptr, bsr.indices, shape=bsr.shape, block_shape=bsr.blocksize)
-        return cls(shared("matrix", bsr.data).contiguous(), pattern)
+        return cls(_array("matrix", bsr.data).contiguous(), pattern)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -174,13 +184,13 @@ class BlockSparseMatrix:
         three. Differentiable; see `functional.dsd`, also for Wᵀ.
         """
         pattern = self.pattern
-        return self._each(lambda values, x: _product(values, pattern, x), shared("dense", dense))
+        return self._each(lambda values, x: _product(values, pattern, x), _array("dense", dense))
 
     def __rmatmul__(self, dense: Array) -> Tensor:
         """Return dense [..., out_features] @ W, with batches as in W @ dense; see `functional.dds`."""
         pattern = self.pattern
         return self._each(
-            lambda values, y: functional.dds(y, values, pattern, transpose=False), shared("dense", dense)
+            lambda values, y: functional.dds(y, values, pattern, transpose=False), _array("dense", dense)
         )
 
     __array_ufunc__ = None  # so that NumPy leaves ``x @ W`` to this class
@@ -213,7 +223,7 @@ class BlockSparseMatrix:
         Args:
             factors: [out_features], a number for each row, or [R, bn, bn], a matrix for each block row.
         """
-        by: Tensor = shared("factors", factors)
+        by = _array("factors", factors)
         (rows, _), (bn, _) = self.pattern.grid, self.block_shape
         places, values = self.pattern.to(self.device).block_indices()[0], self._inside()
         if by.shape == (self.shape[0],):
@@ -267,8 +277,16 @@ def _product(values: Tensor, pattern: BlockPattern, dense: Tensor) -> Tensor:
     return functional.dds(dense.mT, values, pattern).mT
 
 
-def _check_dtype(name: str, values: object) -> None:
-    if isinstance(values, Tensor) and values.dtype not in DTYPES:
+def _array(name: str, given: object) -> Tensor:
+    """Return a tensor in the memory of an array; refuse anything else."""
+    tensor = shared(name, given)
+    if not is_tensor(tensor):
+        raise InvalidTypeError(f"{name} must be a dense tensor, or an array with DLPack, got {shown(given)}")
+    return tensor  # type: ignore[no-any-return]
+
+
+def _check_dtype(name: str, values: Tensor) -> None:
+    if values.dtype not in DTYPES:
         raise InvalidArgumentError(
             f"{name} must have dtype float64, float32, float16 or bfloat16, got {values.dtype}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,15 @@ def test_arrays_without_a_dtype_of_products_are_refused(array: np.ndarray) -> No
     pattern = BlockPattern.full((16, 32), block_shape=16)
     with pytest.raises(InvalidArgumentError, match="values must"):
         BlockSparseMatrix(array, pattern)
+    matrix = BlockSparseMatrix.randn(pattern)
+    calls: dict[str, Callable[[Any], object]] = {
+        "values": lambda given: BlockSparseMatrix(given, pattern),
+        "dense": lambda given: matrix @ given,
+        "factors": matrix.scale_rows,
+    }
+    for name, function in calls.items():
+        with pytest.raises(InvalidTypeError, match=f"{name} must be a dense tensor, or an array with DLPack"):
+            function([1.0])
 
 
 def bsr(values: torch.Tensor, columns: list[int]) -> torch.Tensor:
