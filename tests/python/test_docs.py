@@ -102,7 +102,7 @@ def test_the_page_on_block_matrices_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     jax = pytest.importorskip("jax", reason="tilesparse.jax needs JAX")
     with jax.default_device(jax.devices("cpu")[0]):
         names = executed("block-matrices.md")
-    x = names["x"]
+    x = torch.from_numpy(names["x"])
     exact = torch.from_numpy(names["assembled"].toarray()) @ x
     for found, expected in (("y", exact), ("v", exact), ("u", x)):
         result = torch.tensor(names[found].tolist(), dtype=torch.float64)
