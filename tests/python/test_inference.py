@@ -403,6 +403,16 @@ def test_compiled_models_multiply_once() -> None:
     assert sum("dds_nt" in str(node.target) for node in graph.graph.nodes) == 1
 
 
+def test_layers_of_a_kind_share_compiled_code() -> None:
+    graphs: list[Any] = []
+    keep: Any = lambda graph, _: (graphs.append(graph), graph)[1]  # noqa: E731
+    for model in [prepared()[1] for _ in range(3)]:
+        model.compile(backend=keep, fullgraph=True)
+        with torch.no_grad():
+            model(tokens())
+    assert len(graphs) == 1
+
+
 class Apart(nn.Module):
     """Layers whose x is not known to be the same."""
 
