@@ -260,9 +260,9 @@ _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
 def references(names: Mapping[nn.Module, list[str]]) -> dict[Tensor, str]:
-    """Return which attribute of the model, with its lists, tuples and dicts, holds a tensor."""
+    """Return which attribute of the model, with its lists, tuples, dicts and other modules, holds a tensor."""
     found: dict[Tensor, str] = {}
-    seen: set[int] = set()
+    seen = {id(module) for module in names}
     for module, aliases in names.items():
         for attribute, value in vars(module).items():
             if attribute not in _OF_MODULES:
@@ -274,6 +274,8 @@ def references(names: Mapping[nn.Module, list[str]]) -> dict[Tensor, str]:
 def _tensors_held(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, nn.Module) and id(value) not in seen:
+        yield from (*value.parameters(), *value.buffers())
     elif isinstance(value, list | tuple | dict) and id(value) not in seen:
         seen.add(id(value))
         for part in value.values() if isinstance(value, dict) else value:
