@@ -260,7 +260,7 @@ _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
 def references(names: Mapping[nn.Module, list[str]]) -> dict[Tensor, str]:
-    """Return which attribute of the model, with its lists, tuples, dicts and other modules, holds a tensor."""
+    """Return which attribute of the model, or list, tuple, dict or other module in it, has a tensor."""
     found: dict[Tensor, str] = {}
     seen = {id(module) for module in names}
     for module, aliases in names.items():
