@@ -21,7 +21,7 @@ import pytest
 import scipy.io
 import scipy.sparse
 import torch
-from helpers import seeded
+from helpers import run_anew, seeded
 from mutilations import FIRST, SECOND
 from mutilations import damaged as damaged_at_random
 from safetensors.torch import load_file, save_file
@@ -676,6 +676,21 @@ def test_large_checkpoints_have_several_files(tmp_path: Path) -> None:
         layer: Any = model[str(number)]
         dense = ts.BlockSparseMatrix(dense_blocks(layer), layer.pattern).to_dense()
         assert torch.equal(dense, blocks(seed=number))
+
+
+def test_transformers_names_the_way() -> None:
+    kinds = "sparse-24-bitmask", "sparse-bitmask+int8"
+    code = """
+import sys, tilesparse, transformers
+for path in sys.argv[1:]:
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(path)
+    except Exception as error:
+        print(error)
+"""
+    done = run_anew(code, *(DATA / kind for kind in kinds))
+    assert done.stdout.count("tilesparse convert") == len(kinds)
+    assert all(kind.split("+")[0] in done.stdout for kind in kinds)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

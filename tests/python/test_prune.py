@@ -522,17 +522,9 @@ def test_the_command_prunes_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--text" in capsys.readouterr().err
     assert cli.main([*command, "--method", "magnitude", "--block", "16"]) == 0
     assert LlamaForCausalLM.from_pretrained(command[2]).model.layers[1].mlp.down_proj.density == 0.5
-    converted = [
-        "convert",
-        str(source),
-        str(tmp_path / "converted"),
-        "--prune",
-        str(text),
-        "--density",
-        "0.25",
-    ]
+    converted = ["convert", str(source), str(tmp_path / "converted"), "--prune", str(text)]
     assert cli.main([*converted, "--device", "cpu"]) == 0
-    assert LlamaForCausalLM.from_pretrained(converted[2]).model.layers[1].mlp.down_proj.density == 0.25
+    assert LlamaForCausalLM.from_pretrained(converted[2]).model.layers[1].mlp.down_proj.density == 0.5
     assert cli.main(["convert", str(source), "--prune", str(text)]) == 2
 
 
