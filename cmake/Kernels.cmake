@@ -147,8 +147,10 @@ macro(enable_cuda)
   set(CMAKE_CUDA_ARCHITECTURES OFF) # stated by target
   set(CMAKE_CUDA_STANDARD 17)
   enable_language(CUDA)
-  # For the host alone: launches of hundreds of kernels, which take twice the room by -O2.
-  string(REPLACE "-O3" "-Xcompiler=-Os" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
+  # For the host alone: launches of hundreds of kernels, which take twice the room by -O2. nvcc gives each a static
+  # variable that is worked out where it is called by <<<>>>, which none is; all others are constants.
+  string(REPLACE "-O3" "-Xcompiler=-Os,-fno-threadsafe-statics" CMAKE_CUDA_FLAGS_RELEASE
+                 "${CMAKE_CUDA_FLAGS_RELEASE}")
   if(native_code AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     message(FATAL_ERROR "TILESPARSE_NATIVE needs nvcc 12.8 or newer; ${CMAKE_CUDA_COMPILER} is "
                         "${CMAKE_CUDA_COMPILER_VERSION}")

@@ -31,16 +31,22 @@ constexpr Kernel make_row(const char* name, const char* family) {
     return row;
 }
 
+[[gnu::noinline]] inline cudaError_t launch(const void* kernel, std::atomic<uint64_t>& devices_done,
+                                            const void* arguments, dim3 blocks, int threads, int shared_bytes,
+                                            int shared_limit, void* stream) {
+    if (const cudaError_t error = allow_shared_memory(kernel, shared_limit, devices_done)) return error;
+    void* parameters[] = {const_cast<void*>(arguments)};
+    return cudaLaunchKernel(kernel, blocks, dim3(threads), parameters, shared_bytes,
+                            static_cast<cudaStream_t>(stream));
+}
+
 // `kKernel` takes one argument by value.
 template <auto kKernel, class Arguments>
 cudaError_t launch(const Arguments& arguments, dim3 blocks, int threads, int shared_bytes, int shared_limit,
                    void* stream) {
     static std::atomic<uint64_t> devices_done{0};
-    const auto kernel = reinterpret_cast<const void*>(kKernel);
-    if (const cudaError_t error = allow_shared_memory(kernel, shared_limit, devices_done)) return error;
-    void* parameters[] = {const_cast<Arguments*>(&arguments)};
-    return cudaLaunchKernel(kernel, blocks, dim3(threads), parameters, shared_bytes,
-                            static_cast<cudaStream_t>(stream));
+    return launch(reinterpret_cast<const void*>(kKernel), devices_done, &arguments, blocks, threads,
+                  shared_bytes, shared_limit, stream);
 }
 
 }  // namespace ts::sm80

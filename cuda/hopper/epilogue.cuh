@@ -133,22 +133,25 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
 };
 
 // Host side: of k that lie in one block, those of a step.
+struct InputShape {
+    int step;         // of k
+    int bytes;        // of an element
+    int token_bytes;  // Traits::kTokenBytes
+
+    int width(const DdsArguments& arguments) const { return std::min(arguments.k_block, step); }
+};
 template <class Traits>
-int k_width(const DdsArguments& arguments) {
-    return std::min(arguments.k_block, Traits::kStep);
-}
+constexpr InputShape input_shape = {Traits::kStep, Traits::kInputElementBytes, Traits::kTokenBytes};
 
 // How the pieces of a step follow one another in shared memory.
-template <class Traits>
-Operand describe_input(const DdsArguments& arguments, Layout layout) {
-    constexpr int kBytes = Traits::kInputElementBytes, kProduct = 32 / kBytes;  // of k
-    const int width = k_width<Traits>(arguments);
+inline Operand describe_input(const DdsArguments& arguments, const InputShape& shape, Layout layout) {
+    const int product = 32 / shape.bytes, width = shape.width(arguments);  // of k
     const bool row_major = layout == Layout::row_major;
     Operand tokens =
-        row_major ? line_operand(kBytes * width, width * Traits::kTokenBytes) : operand(128, 128 * width);
+        row_major ? line_operand(shape.bytes * width, width * shape.token_bytes) : operand(128, 128 * width);
     for (int i = 0; i < 4; ++i) {
-        const int piece = kProduct * i / width, within = kProduct * i % width;
-        const int offset = piece * width * Traits::kTokenBytes + within * (row_major ? kBytes : 128);
+        const int piece = product * i / width, within = product * i % width;
+        const int offset = piece * width * shape.token_bytes + within * (row_major ? shape.bytes : 128);
         tokens.step[i] = static_cast<uint32_t>(offset / 16);
     }
     return tokens;
@@ -330,7 +333,18 @@ class DdsEpilogue {
     using Arrived = Barrier[Traits::kChunks];  // of the residual in a buffer
 
     __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived,
-                           int warpgroup, int thread = threadIdx.x % 128, uint32_t residual_parity = 0)
+                           int warpgroup)
+        : arguments_(arguments),
+          buffers_(buffers),
+          arrived_(arrived),
+          warpgroup_(warpgroup),
+          thread_(threadIdx.x % 128),
+          row_count_(arguments.warpgroup_rows),
+          staging_(arguments, threadIdx.x % 128),
+          first_row_(row_of(0)) {}
+    // The same of a thread that the compiler does not know, of a tile that is not the first.
+    __device__ DdsEpilogue(const DdsArguments& arguments, Buffers& buffers, const Arrived& arrived,
+                           int warpgroup, int thread, uint32_t residual_parity)
         : arguments_(arguments),
           buffers_(buffers),
           arrived_(arrived),
@@ -375,9 +389,7 @@ class DdsEpilogue {
     // Called before the sums are computed; asks for the residual of the first chunks.
     __device__ void begin(int token) {
         token_ = token;
-#pragma unroll
-        for (int i = 0; i < kMaxRows; ++i)
-            rows_[i] = Traits::kGrouped ? next_rows_[i] - rows_before_ : next_rows_[i];
+        set_rows();
         bias_ = {next_bias_[0], next_bias_[1]};
         if constexpr (kScales) {
             scales_ = next_scales_;
@@ -402,6 +414,19 @@ class DdsEpilogue {
             store_as<false>(scaled);
     }
 
+    // True if results are what the sums are, row-major.
+    __device__ static bool is_plain(const DdsArguments& arguments) {
+        return arguments.bias == nullptr && arguments.activation == Activation::none &&
+               !arguments.has_residual && arguments.output_layout == Layout::row_major;
+    }
+    // begin() and store() for these: fewer instructions, each of which takes its latency.
+    __device__ void store_plain(typename Traits::Accumulator (&sums)[kSums], int token) {
+        static_assert(!kScales);
+        token_ = token;
+        set_rows();
+        store_in_turn<true, 0, true>(reinterpret_cast<float (&)[kSums]>(sums));
+    }
+
     // Before the CTA ends, its stores must have read shared memory.
     __device__ void finish_stores() const { cute::tma_store_wait<0>(); }
 
@@ -413,6 +438,12 @@ class DdsEpilogue {
     static constexpr int kMaxRows = Traits::kWarpgroupFeatures / kWarpFeatures;
     static_assert(Traits::kChunks <= 4, "a warp for each");
     static constexpr bool kOneMore = Traits::kChunks > 1 && kAllChunks == Traits::kChunks + 1;  // chunk
+
+    __device__ void set_rows() {
+#pragma unroll
+        for (int i = 0; i < kMaxRows; ++i)
+            rows_[i] = Traits::kGrouped ? next_rows_[i] - rows_before_ : next_rows_[i];
+    }
 
     // A lane keeps those of each 32nd token. They are read early, as all is, and shared memory has no room.
     __device__ void read_token_scales() {
@@ -454,10 +485,10 @@ class DdsEpilogue {
 
     // Chunks take the buffers in turn. As many as there are buffers are rounded at a time, since waiting for
     // one another takes longer, and then the next ones: those from kFirst on.
-    template <bool kRowMajor, int kFirst>
+    template <bool kRowMajor, int kFirst, bool kPlain = false>
     __device__ void store_in_turn(float (&sums)[kSums]) {
         constexpr int kCount = chunks_from(kFirst), kNext = chunks_from(kFirst + kCount);
-        const bool residual = !kOneMore && arguments_.has_residual;
+        const bool residual = !kOneMore && !kPlain && arguments_.has_residual;
         if (residual)
             combine<kRowMajor, kFirst, kCount>(sums);
         else
@@ -467,7 +498,7 @@ class DdsEpilogue {
         each_own_buffer(0, kCount, [&](int buffer) { store_chunk(kFirst + buffer, buffer); });
         if constexpr (kNext > 0) {
             if (residual) load_residual(kFirst + kCount, kNext);
-            store_in_turn<kRowMajor, kFirst + kCount>(sums);
+            store_in_turn<kRowMajor, kFirst + kCount, kPlain>(sums);
         }
     }
     static constexpr int chunks_from(int first) {
@@ -623,7 +654,7 @@ class DdsEpilogue {
     int thread_;
     int row_count_;  // block rows of the warpgroup
     Staging staging_;
-    uint32_t residual_parity_;
+    uint32_t residual_parity_ = 0;
     int token_ = 0;
     int end_ = 0;          // of the tokens of a group
     int rows_before_ = 0;  // block rows before those of its weight
@@ -637,45 +668,56 @@ class DdsEpilogue {
     int next_warp_row_ = -1;  // that has the features of the warp; a CTA may have no tile
 };
 
-// Host side: the output, or the residual or gate, which is laid out like it.
+// Host side: how the results of a kernel leave it.
+struct ResultShape {
+    int warpgroup_features;
+    int chunk_tokens;
+    int bytes;  // of a result
+    bool grouped;
+};
 template <class Traits>
-cudaError_t map_results(CUtensorMap& map, const Matrix& matrix, const Problem& problem) {
-    const int rows = std::min(problem.row_block(), Traits::kWarpgroupFeatures);
+constexpr ResultShape result_shape = {Traits::kWarpgroupFeatures, Traits::kChunkTokens,
+                                      sizeof(typename Traits::Result), Traits::kGrouped};
+
+// The output, or the residual or gate, which is laid out like it.
+inline cudaError_t map_results(CUtensorMap& map, const ResultShape& shape, const Matrix& matrix,
+                               const Problem& problem) {
+    const int rows = std::min(problem.row_block(), shape.warpgroup_features);
     const int width = float_width(rows);
-    if (matrix.layout == Layout::row_major && sizeof(typename Traits::Result) == 4)
+    if (matrix.layout == Layout::row_major && shape.bytes == 4)
         return encode(map, problem.result_dtype, matrix.data,
                       {{width, 1, width},
-                       {problem.tokens, matrix.ld, Traits::kChunkTokens},
+                       {problem.tokens, matrix.ld, shape.chunk_tokens},
                        {problem.features() / width, width, rows / width}});
     if (matrix.layout == Layout::row_major)
         return encode(map, problem.result_dtype, matrix.data,
-                      {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, Traits::kChunkTokens}});
+                      {{problem.features(), 1, rows}, {problem.tokens, matrix.ld, shape.chunk_tokens}});
     return encode(map, problem.result_dtype, matrix.data,
-                  {{problem.tokens, 1, Traits::kChunkTokens}, {problem.features(), matrix.ld, rows}});
+                  {{problem.tokens, 1, shape.chunk_tokens}, {problem.features(), matrix.ld, rows}});
 }
 
 // All arguments that the epilogue reads.
-template <class Traits>
-cudaError_t describe_results(DdsArguments& arguments, const Problem& problem) {
+inline cudaError_t describe_results(DdsArguments& arguments, const ResultShape& shape,
+                                    const Problem& problem) {
     arguments.bias = problem.bias;
     arguments.row_block = problem.row_block();
     arguments.row_shift = log2_of_block(arguments.row_block);
-    arguments.row_width = std::min(arguments.row_block, Traits::kWarpgroupFeatures);
-    arguments.warpgroup_rows = Traits::kWarpgroupFeatures / arguments.row_width;
+    arguments.row_width = std::min(arguments.row_block, shape.warpgroup_features);
+    arguments.warpgroup_rows = shape.warpgroup_features / arguments.row_width;
     arguments.output_layout = problem.output().layout;
     arguments.activation = problem.activation;
     arguments.gate_activation = problem.gate_activation;
     arguments.gated = problem.gated;
     arguments.has_residual = problem.residual.data != nullptr;
     if (arguments.has_residual)
-        if (const cudaError_t error = map_results<Traits>(arguments.residual, problem.residual, problem))
+        if (const cudaError_t error = map_results(arguments.residual, shape, problem.residual, problem))
             return error;
-    if constexpr (Traits::kGrouped) {
+    if (shape.grouped) {
         arguments.group_rows = static_cast<int>(problem.features() / problem.row_block());
         return encode_ranges(arguments.output, problem.result_dtype, problem.output(), problem.features(),
-                             arguments.row_width, Traits::kChunkTokens);
+                             arguments.row_width, shape.chunk_tokens);
     }
-    return map_results<Traits>(arguments.output, problem.output(), problem);
+    return map_results(arguments.output, shape, problem.output(), problem);
 }
 
 }  // namespace ts::sm90

@@ -726,12 +726,10 @@ __global__ void __launch_bounds__(128) dds_reduce(const __grid_constant__ DdsArg
     epilogue.finish_stores();
 }
 
-// Bytes of the partial sums of that many tiles of a cluster.
+// Bytes of the partial sums of a part of a tile of a cluster.
 template <class Traits>
-int64_t partial_bytes(int64_t items, int64_t parts) {
-    constexpr int64_t kBytes = sizeof(float) * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
-    return parts == 1 ? 0 : parts * items * kBytes;
-}
+constexpr int64_t kPartBytes =
+    int64_t{sizeof(float)} * Traits::kRanks * Traits::kTileTokens * Traits::kTileFeatures;
 
 // For the kernel that computes the parts.
 inline DdsArguments without_epilogue(DdsArguments arguments) {

@@ -62,37 +62,187 @@ inline cudaError_t map_scales(DdsArguments& arguments, const Problem& problem, i
                   {{tokens, 1, kAtom}, {k_size, matrix.ld, width}});
 }
 
+using StartClusters = cudaError_t (*)(const DdsArguments& arguments, const Device& device, int64_t clusters,
+                                      int cluster_size, int threads, int shared_bytes, void* stream,
+                                      bool early);
+
+// What the host side of a row is made of: one serves all of them.
+struct DdsHost {
+    PlanShape plan;
+    InputShape input;
+    ResultShape results;
+    CUtensorMapDataType map_type;
+    int span_tokens, cluster_features;  // of a cluster
+    int tile_tokens, box_tokens;        // of a CTA, and those loaded at a time
+    int ranks, threads, shared_bytes, most_clusters;
+    int64_t part_bytes;  // of partial sums
+    size_t pace_bytes;   // of groups whose clusters keep at one pace, or 0
+    bool scaled;         // inside of the sums
+    int64_t (*most_spans)(int64_t tiles, int64_t steps, int multiprocessors);
+    // Of the weight's format.
+    const char* (*refuses)(const Problem& problem);
+    cudaError_t (*map)(DdsArguments& arguments, const Problem& problem);
+    Operand (*operand)(const DdsArguments& arguments);  // nullptr: products do not read it from shared memory
+    // The kernels: for row-major and other activations, and the one that adds parts.
+    StartClusters start, start_columns;
+    cudaError_t (*reduce)(const DdsArguments& arguments, int64_t items, void* stream);
+
+    int64_t tile_count(const Problem& problem) const {
+        const int64_t tile_rows = cluster_features / problem.row_block();
+        return (problem.features() / problem.row_block() + tile_rows - 1) / tile_rows;
+    }
+    int64_t span_count(const Problem& problem) const {
+        return (problem.tokens + span_tokens - 1) / span_tokens;
+    }
+    int64_t most_group_spans(const Problem& problem) const {
+        return most_token_tiles(problem.tokens, problem.pattern.groups, span_tokens);
+    }
+    int64_t most_spans_of(const Problem& problem, const Device& device) const {
+        return most_spans(tile_count(problem), problem.k_size() / input.step + 1, device.multiprocessors);
+    }
+    int band_spans(const Problem& problem, const Device& device) const {
+        return spans_of_band(problem, device, span_tokens * input.bytes);
+    }
+};
+
+inline int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }
+
+inline const char* refuses_groups(const DdsHost& host, const Problem& problem, const Device& device) {
+    if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
+    if (problem.input().layout != Layout::row_major || problem.output().layout != Layout::row_major)
+        return "it reads and writes row-major activations of groups only";
+    // Spans of all groups, whatever their offsets are.
+    const int64_t spans = problem.pattern.groups * (host.span_count(problem) + 1);
+    return spans <= host.most_spans_of(problem, device) ? nullptr : "so many tokens are out of its reach";
+}
+
+[[gnu::noinline]] inline const char* refuses_product(const DdsHost& host, const Problem& problem,
+                                                     const Device& device) {
+    if (const char* reason = refuses(device, host.shared_bytes, host.ranks)) return reason;
+    if (const char* reason = host.refuses(problem)) return reason;
+    if (value_rows(problem.pattern) > INT32_MAX - 128)
+        return "values of 2^31 rows or more are out of its reach";
+    if (host.most_spans_of(problem, device) <= 0) return "so large a weight is out of its reach";
+    if (host.results.grouped) return refuses_groups(host, problem, device);
+    return refuses_results(problem.output(), problem.tokens);
+}
+
+// The partial sums, or what tells of groups.
+inline size_t workspace_of(const DdsHost& host, const Problem& problem, const Decision& decision) {
+    if (host.results.grouped)
+        return host.pace_bytes + groups::bytes_of(problem.pattern.groups, host.most_group_spans(problem));
+    if (decision.parts == 1) return 0;
+    return decision.parts * host.tile_count(problem) * host.span_count(problem) * host.part_bytes;
+}
+
+// True if L2 does not hold the activations that clusters read at a time (see band_spans), so that those
+// which are at other k than the rest would read them from memory; and if there are rounds enough for
+// differences between clusters to even out.
+inline bool is_paced(const DdsHost& host, const Problem& problem, const Device& device) {
+    if (host.pace_bytes == 0) return false;
+    const int clusters = host.most_clusters / 2;
+    const int64_t tiles = host.tile_count(problem), spans = host.most_group_spans(problem);
+    const int64_t tokens = clusters * host.span_tokens / std::max<int64_t>(tiles, 1);
+    return tokens * problem.k_size() * host.input.bytes > share_of_l2(device, 16 << 20) &&
+           tiles * spans >= 16 * clusters;
+}
+
+inline cudaError_t describe(DdsArguments& arguments, const DdsHost& host, const Problem& problem,
+                            const Device& device, int64_t tiles, int64_t spans, int64_t parts) {
+    arguments.plan_key = plan_key(problem.pattern, problem.op, host.plan);
+    arguments.value_rows = value_rows(problem.pattern);
+    describe_product(arguments, problem, tiles, spans, parts, host.band_spans(problem, device));
+    if (const cudaError_t error = describe_results(arguments, host.results, problem)) return error;
+    if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
+    if (host.operand != nullptr) arguments.weight = host.operand(arguments);
+    arguments.tokens_by_k = describe_input(arguments, host.input, problem.input().layout);
+    if (host.scaled)
+        if (const cudaError_t error = map_scales(arguments, problem, host.tile_tokens)) return error;
+    if (const cudaError_t error = map_input(arguments, problem, host.map_type, host.input.width(arguments),
+                                            host.box_tokens, host.tile_tokens))
+        return error;
+    return host.map(arguments, problem);
+}
+
+inline cudaError_t multiply(const DdsHost& host, const DdsArguments& arguments, const Problem& problem,
+                            const Device& device, int64_t items, void* stream) {
+    const auto start = problem.input().layout == Layout::row_major ? host.start : host.start_columns;
+    const int64_t clusters = std::min<int64_t>(items, host.most_clusters);
+    return start(arguments, device, clusters, host.ranks, host.threads, host.shared_bytes, stream, false);
+}
+
+inline int32_t launch_groups(const DdsHost& host, const Problem& problem, const Device& device,
+                             void* workspace, void* stream) {
+    const int64_t tiles = host.tile_count(problem), spans = host.most_group_spans(problem);
+    if (tiles * spans == 0) return cudaSuccess;
+    DdsArguments arguments{};
+    if (const cudaError_t error = describe(arguments, host, problem, device, tiles, spans, 1)) return error;
+    GroupArguments& groups = arguments.groups;
+    groups.by_tiles = cutlass::FastDivmod(static_cast<int>(tiles));
+    groups.span_shift = static_cast<int>(cutlass::find_log2(host.span_tokens));
+    // At least so many that all clusters have work in one, and no more than there are.
+    const int least = (host.most_clusters / 2 - 1) / static_cast<int>(tiles) + 1;
+    groups.band_spans =
+        static_cast<int>(std::min<int64_t>(std::max(host.band_spans(problem, device), least), spans));
+    groups.by_band = cutlass::FastDivmod(static_cast<int>(tiles) * groups.band_spans);
+    if (is_paced(host, problem, device)) {
+        arguments.pace = static_cast<int*>(workspace);
+        if (const cudaError_t error =
+                cudaMemsetAsync(workspace, 0, host.pace_bytes, static_cast<cudaStream_t>(stream)))
+            return error;
+    }
+    if (const int32_t error = groups::list(groups.groups, problem, host.span_tokens, {}, spans,
+                                           static_cast<char*>(workspace) + host.pace_bytes, stream))
+        return error;
+    return multiply(host, arguments, problem, device, tiles * spans, stream);
+}
+
+inline cudaError_t launch_chunk(const DdsHost& host, const Problem& problem, const Device& device,
+                                int64_t parts, void* workspace, void* stream) {
+    const int64_t tiles = host.tile_count(problem), spans = host.span_count(problem);
+    if (tiles * spans == 0) return cudaSuccess;
+    DdsArguments arguments{};
+    if (const cudaError_t error = describe(arguments, host, problem, device, tiles, spans, parts))
+        return error;
+    if (host.reduce == nullptr || parts == 1)
+        return multiply(host, arguments, problem, device, tiles * spans, stream);
+    arguments.partial = static_cast<float4*>(workspace);
+    const int64_t all_parts = tiles * spans * arguments.schedule.by_parts.divisor;
+    if (const cudaError_t error =
+            multiply(host, without_epilogue(arguments), problem, device, all_parts, stream))
+        return error;
+    return host.reduce(arguments, tiles * spans, stream);
+}
+
+[[gnu::noinline]] inline int32_t launch_product(const DdsHost& host, const Problem& problem,
+                                                const Device& device, const Decision& decision,
+                                                void* workspace, void* stream) {
+    if (host.results.grouped) return launch_groups(host, problem, device, workspace, stream);
+    return in_chunks(problem, host.span_tokens, host.most_spans_of(problem, device),
+                     [&](const Problem& chunk) {
+                         return launch_chunk(host, chunk, device, decision.parts, workspace, stream);
+                     });
+}
+
+template <class Row>
+constexpr DdsHost dds_host = Row::host();
+
 // One row of the registry.
 template <Op kOp, class Math, int kTokenRanks, int kRowRanks, int kTileTokens,
           class Weight = DenseWeight<kOp, Math>, bool kGrouped = false>
 struct Dds {
     using Traits = DdsTraits<Math, Weight, kTokenRanks, kRowRanks, kTileTokens, kGrouped>;
     static constexpr PlanShape kPlan = {Traits::kTileFeatures, Traits::kStep, kRowRanks};
-    static constexpr int kSpanTokens = kTokenRanks * Traits::kTileTokens;
-    static constexpr int kClusterFeatures = kRowRanks * Traits::kTileFeatures;
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Traits::kSharedBytes, Traits::kRanks)) return reason;
-        if (const char* reason = Weight::refuses(problem)) return reason;
-        if (Weight::value_rows(problem.pattern) > INT32_MAX - 128)
-            return "values of 2^31 rows or more are out of its reach";
-        if (most_spans(problem, device) <= 0) return "so large a weight is out of its reach";
-        if (kGrouped) return refuses_groups(problem, device);
-        return refuses_results(problem.output(), problem.tokens);
+        return refuses_product(dds_host<Dds>, problem, device);
     }
-
-    // The partial sums, or what tells of groups.
     static size_t workspace_size(const Problem& problem, const Device&, const Decision& decision) {
-        if (kGrouped) return kPaceBytes + groups::bytes_of(problem.pattern.groups, most_group_spans(problem));
-        return partial_bytes<Traits>(tile_count(problem) * span_count(problem), decision.parts);
+        return workspace_of(dds_host<Dds>, problem, decision);
     }
-
     static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
                           void* workspace, void* stream) {
-        if constexpr (kGrouped) return launch_groups(problem, device, workspace, stream);
-        return in_chunks(problem, kSpanTokens, most_spans(problem, device), [&](const Problem& chunk) {
-            return launch_chunk(chunk, device, decision.parts, workspace, stream);
-        });
+        return launch_product(dds_host<Dds>, problem, device, decision, workspace, stream);
     }
 
     static constexpr Kernel row(const char* name) {
@@ -105,8 +255,8 @@ struct Dds {
         if (Math::kResult != Math::kInput) row.result_dtypes = bits_of(Math::kResult);
         if (Traits::kScaled) row.scales_inside = bits_of(1);
         row.precision = Math::kPrecision;
-        row.tile_tokens = kSpanTokens;
-        row.tile_features = kClusterFeatures;
+        row.tile_tokens = dds_host<Dds>.span_tokens;
+        row.tile_features = dds_host<Dds>.cluster_features;
         row.splits = Traits::kSplits;
         row.storages = Weight::kStorages;
         row.values_dtypes = Weight::kDTypes;
@@ -123,126 +273,32 @@ struct Dds {
         return row;
     }
 
-  private:
-    static constexpr size_t kPaceBytes = Traits::kPaces ? tma::Pace::kBytes : 0;
-
-    // True if L2 does not hold the activations that clusters read at a time (see band_spans), so that those
-    // which are at other k than the rest would read them from memory; and if there are rounds enough for
-    // differences between clusters to even out.
-    static bool is_paced(const Problem& problem, const Device& device) {
-        if (!Traits::kPaces) return false;
-        constexpr int kClusters = Traits::Schedule::kMaxClusters / 2;
-        const int64_t tiles = tile_count(problem), spans = most_group_spans(problem);
-        const int64_t tokens = kClusters * kSpanTokens / std::max<int64_t>(tiles, 1);
-        return tokens * problem.k_size() * Traits::kInputElementBytes > share_of_l2(device, 16 << 20) &&
-               tiles * spans >= 16 * kClusters;
-    }
-
-    static const char* refuses_groups(const Problem& problem, const Device& device) {
-        if (problem.pattern.groups > groups::kMaxGroups) return "it knows 1024 groups at most";
-        if (problem.input().layout != Layout::row_major || problem.output().layout != Layout::row_major)
-            return "it reads and writes row-major activations of groups only";
-        // Spans of all groups, whatever their offsets are.
-        const int64_t spans = problem.pattern.groups * (span_count(problem) + 1);
-        return spans <= most_spans(problem, device) ? nullptr : "so many tokens are out of its reach";
-    }
-
-    static int32_t launch_groups(const Problem& problem, const Device& device, void* workspace,
-                                 void* stream) {
-        const int64_t tiles = tile_count(problem), spans = most_group_spans(problem);
-        if (tiles * spans == 0) return cudaSuccess;
-        DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, 1)) return error;
-        GroupArguments& groups = arguments.groups;
-        groups.by_tiles = cutlass::FastDivmod(static_cast<int>(tiles));
-        groups.span_shift = static_cast<int>(cutlass::find_log2(kSpanTokens));
-        // At least so many that all clusters have work in one, and no more than there are.
-        const int least = (Traits::Schedule::kMaxClusters / 2 - 1) / static_cast<int>(tiles) + 1;
-        groups.band_spans =
-            static_cast<int>(std::min<int64_t>(std::max(band_spans(problem, device), least), spans));
-        groups.by_band = cutlass::FastDivmod(static_cast<int>(tiles) * groups.band_spans);
-        if (is_paced(problem, device)) {
-            arguments.pace = static_cast<int*>(workspace);
-            if (const cudaError_t error =
-                    cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream)))
-                return error;
-        }
-        if (const int32_t error = groups::list(groups.groups, problem, kSpanTokens, {}, spans,
-                                               static_cast<char*>(workspace) + kPaceBytes, stream))
-            return error;
-        return multiply(arguments, problem, device, tiles * spans, stream);
-    }
-
-    [[gnu::noinline]] static cudaError_t launch_chunk(const Problem& problem, const Device& device,
-                                                      int64_t parts, void* workspace, void* stream) {
-        const int64_t tiles = tile_count(problem), spans = span_count(problem);
-        if (tiles * spans == 0) return cudaSuccess;
-        DdsArguments arguments{};
-        if (const cudaError_t error = describe(arguments, problem, device, tiles, spans, parts)) return error;
-        if constexpr (Traits::kSplits)
-            if (parts > 1) {
-                arguments.partial = static_cast<float4*>(workspace);
-                return multiply_parts(arguments, problem, device, tiles * spans, stream);
-            }
-        return multiply(arguments, problem, device, tiles * spans, stream);
-    }
-
-    static cudaError_t multiply(const DdsArguments& arguments, const Problem& problem, const Device& device,
-                                int64_t items, void* stream) {
-        auto start = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
+    static constexpr DdsHost host() {
+        DdsHost host{};
+        host.plan = kPlan;
+        host.input = input_shape<Traits>;
+        host.results = result_shape<Traits>;
+        host.map_type = Math::kMapType;
+        host.span_tokens = kTokenRanks * Traits::kTileTokens;
+        host.cluster_features = kRowRanks * Traits::kTileFeatures;
+        host.tile_tokens = Traits::kTileTokens;
+        host.box_tokens = Traits::kBoxTokens;
+        host.ranks = Traits::kRanks;
+        host.threads = Traits::kThreads;
+        host.shared_bytes = Traits::kSharedBytes;
+        host.most_clusters = Traits::Schedule::kMaxClusters;
+        host.part_bytes = kPartBytes<Traits>;
+        host.pace_bytes = Traits::kPaces ? tma::Pace::kBytes : 0;
+        host.scaled = Traits::kScaled;
+        host.most_spans = Traits::Schedule::most_spans;
+        host.refuses = Weight::refuses;
+        host.map = Weight::map;
+        if constexpr (!Weight::kInRegisters) host.operand = Weight::operand;
+        host.start = host.start_columns = ClusterLauncher<dds_kernel<Traits, true>, DdsArguments>::launch;
         if constexpr (!Weight::kAlongK && !kGrouped)
-            if (problem.input().layout != Layout::row_major)
-                start = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
-        const int64_t clusters = std::min<int64_t>(items, Traits::Schedule::kMaxClusters);
-        return start(arguments, device, clusters, Traits::kRanks, Traits::kThreads, Traits::kSharedBytes,
-                     stream, false);
-    }
-
-    static cudaError_t multiply_parts(DdsArguments& arguments, const Problem& problem, const Device& device,
-                                      int64_t items, void* stream) {
-        const int64_t all_parts = items * arguments.schedule.by_parts.divisor;
-        if (const cudaError_t error =
-                multiply(without_epilogue(arguments), problem, device, all_parts, stream))
-            return error;
-        return reduce_parts<Traits>(arguments, items, stream);
-    }
-
-    static int64_t tile_count(const Problem& problem) {
-        const int64_t tile_rows = kClusterFeatures / problem.row_block();
-        return (problem.features() / problem.row_block() + tile_rows - 1) / tile_rows;
-    }
-    static int64_t most_group_spans(const Problem& problem) {
-        return most_token_tiles(problem.tokens, problem.pattern.groups, kSpanTokens);
-    }
-    static int64_t span_count(const Problem& problem) {
-        return (problem.tokens + kSpanTokens - 1) / kSpanTokens;
-    }
-
-    static int64_t most_spans(const Problem& problem, const Device& device) {
-        return Traits::Schedule::most_spans(tile_count(problem), problem.k_size() / Traits::kStep + 1,
-                                            device.multiprocessors);
-    }
-
-    static cudaError_t describe(DdsArguments& arguments, const Problem& problem, const Device& device,
-                                int64_t tiles, int64_t spans, int64_t parts) {
-        arguments.plan_key = plan_key(problem.pattern, problem.op, kPlan);
-        arguments.value_rows = Weight::value_rows(problem.pattern);
-        describe_product(arguments, problem, tiles, spans, parts, band_spans(problem, device));
-        if (const cudaError_t error = describe_results<Traits>(arguments, problem)) return error;
-        if (arguments.value_rows == 0) return cudaSuccess;  // nothing is loaded, there may be nothing to map
-        if constexpr (!Weight::kInRegisters) arguments.weight = Weight::operand(arguments);
-        arguments.tokens_by_k = describe_input<Traits>(arguments, problem.input().layout);
-        if constexpr (Traits::kScaled)
-            if (const cudaError_t error = map_scales(arguments, problem, Traits::kTileTokens)) return error;
-        if (const cudaError_t error =
-                map_input(arguments, problem, Math::kMapType, k_width<Traits>(arguments), Traits::kBoxTokens,
-                          Traits::kTileTokens))
-            return error;
-        return Weight::map(arguments, problem);
-    }
-
-    static int band_spans(const Problem& problem, const Device& device) {
-        return spans_of_band(problem, device, kSpanTokens * Traits::kInputElementBytes);
+            host.start_columns = ClusterLauncher<dds_kernel<Traits, false>, DdsArguments>::launch;
+        if constexpr (Traits::kSplits) host.reduce = reduce_parts<Traits>;
+        return host;
     }
 };
 

@@ -222,7 +222,7 @@ struct DdsNarrow {
             if (const cudaError_t error = map_input(arguments, problem)) return error;
         if (arguments.value_rows > 0 && arguments.packed == nullptr)
             if (const cudaError_t error = map_blocks(arguments, problem)) return error;
-        return describe_results<Common>(arguments, problem);
+        return describe_results(arguments, result_shape<Common>, problem);
     }
 
     // So many tokens that their activations take a sixth of L2. In two rounds nearly all is under way at

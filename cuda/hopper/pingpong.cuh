@@ -199,6 +199,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
     using Sums = Half[Traits::kFeatureHalves];
+    using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
     using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
     using Position = typename Ring<Traits::kStages>::Position;
     static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
@@ -257,17 +258,27 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
             // What follows from it is not computed before the loop, and needs no registers in there.
             int thread = threadIdx.x % 128;
             asm volatile("" : "+r"(thread));
-            each_half([&](int half) {
-                const int place = Traits::kFeatureHalves * warpgroup_ + half;
-                DdsEpilogue<ScaledTraits<Traits>> epilogue(arguments_, shared_.output[warpgroup_],
-                                                           shared_.residual[place], place, thread,
-                                                           residual_parity);
-                epilogue.prepare_row(row);
-                epilogue.read_bias();
-                if constexpr (kGrouped) epilogue.set_group(work);
-                epilogue.begin(Traits::first_token(work, rank_));
-                epilogue.store(sums[half]);
-            });
+            const auto store = [&](auto plain) {
+                each_half([&](int half) {
+                    const int place = Traits::kFeatureHalves * warpgroup_ + half;
+                    Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place,
+                                      thread, residual_parity);
+                    epilogue.prepare_row(row);
+                    if constexpr (kGrouped) epilogue.set_group(work);
+                    if constexpr (plain()) {
+                        epilogue.store_plain(sums[half], Traits::first_token(work, rank_));
+                    } else {
+                        epilogue.read_bias();
+                        epilogue.begin(Traits::first_token(work, rank_));
+                        epilogue.store(sums[half]);
+                    }
+                });
+            };
+            // In blocks of 64 both would need more registers than there are.
+            if (Traits::kFeatureHalves == 2 && Epilogue::is_plain(arguments_))
+                store(std::bool_constant<Traits::kFeatureHalves == 2>{});
+            else
+                store(std::false_type{});
             residual_parity = ~residual_parity;
         }
         cute::tma_store_wait<0>();

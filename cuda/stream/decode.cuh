@@ -267,6 +267,9 @@ __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const typename T
     constexpr int kTokenTiles = Traits::kWarpTokenTiles, kTiles = Weight::kTiles;
     constexpr int kSteps = Traits::kSlice / Weight::kStep / Traits::kHalves;
     static_assert(kSteps > 0);
+    // Sums of a block without its scales. Those of more tiles would take too many registers.
+    constexpr int kBlockParts = kTokenTiles == 1 ? Weight::kBlockParts : 1;
+    DecodeSums<Traits> own = {};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         const int step = half * kSteps + i;
@@ -279,11 +282,26 @@ __device__ inline void multiply_slice(DecodeSums<Traits>& sums, const typename T
 #pragma unroll
             for (int n = 0; n < (kTokenTiles + kTiles - 1) / kTiles; ++n)
                 b[n] = input.load(stage, step * Weight::kParts + part, n);
+            const int chunk = step * Weight::kParts + part;
+            const bool ends = Weight::kScalesSums && (chunk + 1) % kBlockParts == 0;
+            float2 scales[Traits::kWarpRowTiles];
+            if constexpr (Weight::kScalesSums)
+#pragma unroll
+                for (int m = 0; m < Traits::kWarpRowTiles; ++m)
+                    if (ends) scales[m] = weight.load_scales(stage, chunk, m);
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int m = 0; m < Traits::kWarpRowTiles; ++m)
-                    Weight::multiply(sums[m][n], a[m], b[n / kTiles], part, n % kTiles);
+                for (int m = 0; m < Traits::kWarpRowTiles; ++m) {
+                    auto& of_block = Weight::kScalesSums ? own[m][n] : sums[m][n];
+                    Weight::multiply(of_block, a[m], b[n / kTiles], part, n % kTiles);
+                    if constexpr (Weight::kScalesSums) {
+                        if (!ends) continue;
+                        add_scaled(sums[m][n], of_block, scales[m]);
+#pragma unroll
+                        for (float& sum : of_block) sum = 0;
+                    }
+                }
         }
     }
 }

@@ -48,6 +48,7 @@ struct DecodeArguments {
 // have their k in one order:
 //   - Lines: how they lie in a stage
 //   - kFewBytes: whether a slice has so few that what surrounds its products has to be short
+//   - kScalesSums: whether scales multiply sums, those of kBlockParts parts of a block
 //   - Input: what products take of them, kParts of each kStep of k, kTiles tiles of 8 tokens at a time
 
 // Lines of so many chunks of 16 bytes, copied by so many threads at a time. Chunks are permuted among the 128
@@ -99,7 +100,8 @@ struct DenseDecodeWeight {
     static constexpr int kLines = kTransposed ? 8 * kBlockChunks : kRows;  // of a block
     static constexpr int kLineBytes = 16 * kChunks;
     static constexpr int kStep = 16, kParts = 1, kTiles = 2;
-    static constexpr bool kFewBytes = false;
+    static constexpr bool kFewBytes = false, kScalesSums = false;
+    static constexpr int kBlockParts = 1;
     static_assert(kValueBytes == 2);
 
     template <int kThreads>
@@ -344,7 +346,8 @@ struct CompressedDecodeWeight {
 
     // In k: metadata of a thread is that of 64; ldmatrix loads 32 bytes of 16 lines.
     static constexpr int kStep = kSparse ? 64 : 32, kParts = kStep / 32, kTiles = 1;
-    static constexpr bool kFewBytes = true;
+    static constexpr bool kFewBytes = true, kScalesSums = false;
+    static constexpr int kBlockParts = 1;
     static_assert(kShift <= 0);
 
     static constexpr bool kSharesScales = kBlockK >= 32;  // all of a step
@@ -467,6 +470,12 @@ struct CompressedDecodeWeight {
             return operand;
         }
 
+        // Loads the scales of two rows.
+        __device__ float2 load_scales(uint32_t stage, int chunk, int i) const {
+            const uint32_t scale = stage + scales_ + chunk / kChunks * kRows * 4 + i * 16 * scale_bytes_;
+            return {__uint_as_float(load_word(scale)), __uint_as_float(load_word(scale + 8 * scale_bytes_))};
+        }
+
       protected:
         // ldmatrix takes the address of a line from each lane. Of 2:4 of 8 bits each lane loads the words
         // that its groups of 4 lie in, together with its neighbour's: so k is in order, as metadata has it.
@@ -488,12 +497,6 @@ struct CompressedDecodeWeight {
 
         __device__ Fragment<4> load_pair(uint32_t stage, int pair, int i) const {
             return load_matrices<false>(address_of(stage, 2 * pair, i));
-        }
-
-        // Loads the scales of two rows.
-        __device__ float2 load_scales(uint32_t stage, int chunk, int i) const {
-            const uint32_t scale = stage + scales_ + chunk / kChunks * kRows * 4 + i * 16 * scale_bytes_;
-            return {__uint_as_float(load_word(scale)), __uint_as_float(load_word(scale + 8 * scale_bytes_))};
         }
 
       private:
@@ -663,8 +666,8 @@ struct quantized {
 };
 
 // Weight format of the decode kernel for values of int4; dds_nt alone, in blocks of 32 or more rows and
-// columns. Products take the values themselves, which 16 bits hold exactly; their sums over 32 of k of a row
-// of a block, times its scale, are added to those of the results. ldmatrix gives a thread 8 values that are
+// columns. Products take the values themselves, which 16 bits hold exactly; their sums over a row of a block,
+// times its scale, are added to those of the results. ldmatrix gives a thread 8 values that are
 // neighbours in memory: so k is permuted, and that of activations likewise.
 
 __device__ inline uint32_t subtract(uint32_t pair, float number, __half) {
@@ -698,11 +701,12 @@ template <class Math, int kRows, int kBlockK>
 struct Int4DecodeWeight : CompressedDecodeWeight<Math, Storage::dense, DType::int4, kRows, kBlockK, 128> {
     using Base = CompressedDecodeWeight<Math, Storage::dense, DType::int4, kRows, kBlockK, 128>;
     static constexpr int kStep = 64, kParts = 2;  // of k: ldmatrix loads 32 bytes of 16 lines
+    static constexpr int kBlockParts = kBlockK / 32;
+    static constexpr bool kScalesSums = true;
 
-    // 16 rows: for each 32 of k the operands of two products, and the scales of two rows.
+    // 16 rows: for each 32 of k the operands of two products.
     struct Operand {
         Fragment<4> values[kParts][2];
-        float2 scales[kParts];
     };
 
     template <int kThreads>
@@ -718,7 +722,6 @@ struct Int4DecodeWeight : CompressedDecodeWeight<Math, Storage::dense, DType::in
             const Fragment<4> raw = this->load_pair(stage, step, i);
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-                operand.scales[part] = this->load_scales(stage, kParts * step + part, i);
                 const uint32_t rows = raw.value[2 * part], later_rows = raw.value[2 * part + 1];
                 const auto weights = [](uint32_t word, int pair) {
                     return decode_int4<typename Math::Value>(word, word >> 4, pair);
@@ -759,14 +762,8 @@ struct Int4DecodeWeight : CompressedDecodeWeight<Math, Storage::dense, DType::in
 
     __device__ static void multiply(float (&sums)[4], const Operand& weight, const Fragment<4>& input,
                                     int part, int) {
-        float own[4] = {};
-        Math::mma(own, weight.values[part][0], {input.value[0], input.value[1]});
-        Math::mma(own, weight.values[part][1], {input.value[2], input.value[3]});
-        const float2 scales = weight.scales[part];
-        sums[0] += own[0] * scales.x;
-        sums[1] += own[1] * scales.x;
-        sums[2] += own[2] * scales.y;
-        sums[3] += own[3] * scales.y;
+        Math::mma(sums, weight.values[part][0], {input.value[0], input.value[1]});
+        Math::mma(sums, weight.values[part][1], {input.value[2], input.value[3]});
     }
 };
 

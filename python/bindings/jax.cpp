@@ -55,12 +55,14 @@ int32_t dtype_of(DataType dtype) {
             return TS_FLOAT16;
         case bf16:
             return TS_BFLOAT16;
+        case s8:
+            return TS_INT8;
         default:
-            refuse("tilesparse: operands must be float64, float32, float16 or bfloat16");
+            refuse("tilesparse: operands must be float64, float32, float16, bfloat16 or int8");
     }
 }
 
-int64_t size_of(DataType dtype) { return dtype == f64 ? 8 : dtype == f32 ? 4 : 2; }
+int64_t size_of(DataType dtype) { return dtype == f64 ? 8 : dtype == f32 ? 4 : dtype == s8 ? 1 : 2; }
 
 // One call: its operands by place, its attributes by name.
 class Arguments {
@@ -173,7 +175,8 @@ int64_t tokens_of(ts_operand& operand, const Buffer& buffer, int64_t features, i
 }
 
 // Arguments: the two factors, [batch, …]; three arrays of the pattern, by column for TS_DDS_NN; a plan for
-// the kernel of the attribute, or no bytes, which has the plan built here.
+// the kernel of the attribute, or no bytes, which has the plan built here; for int8 scales of tokens and of
+// outputs. Of int8 the result has another dtype.
 void run(const Call& call, int32_t device) {
     const Arguments given(call);
     auto pattern = make<ts_pattern>();
@@ -188,7 +191,8 @@ void run(const Call& call, int32_t device) {
     const Buffer& second = given.argument(1, samples ? 3 : 4);
     const Buffer& result = given.result();
     if (result.rank != (samples ? 4 : 3)) refuse("tilesparse: the result has another rank");
-    if (first.dtype != second.dtype || first.dtype != result.dtype)
+    const bool is_int8 = first.dtype == s8;
+    if (first.dtype != second.dtype || (first.dtype == result.dtype) == is_int8)
         refuse("tilesparse: operands must have one dtype");
     const Buffer& values = samples ? result : second;
     pattern.nnz = values.dims[1];
@@ -212,6 +216,19 @@ void run(const Call& call, int32_t device) {
     if (tokens_of(desc.y, y, pattern.out_features, given["y_layout"]) != desc.tokens)
         refuse("tilesparse: the dense operands have other numbers of tokens");
     (by_column ? desc.y : desc.x).dtype = dtype_of(first.dtype);
+    if (is_int8) {
+        const Buffer& of_tokens = given.argument(6, 1);
+        const Buffer& of_outputs = given.argument(7, 1);
+        if (of_tokens.dtype != f32 || of_tokens.dims[0] != desc.tokens || of_outputs.dtype != f32 ||
+            of_outputs.dims[0] != pattern.out_features)
+            refuse("tilesparse: scales have another size");
+        desc.x.granularity = TS_SCALES_PER_TOKEN;
+        desc.x.scales = static_cast<const float*>(of_tokens.data);
+        desc.values.dtype = TS_INT8;
+        desc.values.granularity = TS_SCALES_PER_FEATURE;
+        desc.values.scales = static_cast<const float*>(of_outputs.data);
+        desc.y.dtype = dtype_of(result.dtype);
+    }
     const int64_t batch = result.dims[0];
     const Stack xs(x, batch), ys(y, batch), all(values, batch);
 

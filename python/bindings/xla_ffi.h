@@ -15,7 +15,7 @@ constexpr int32_t major_version = 0;
 enum ExtensionType : int32_t { metadata_extension = 1 };
 enum Stage : int32_t { execute = 3 };
 enum AttributeType : int32_t { scalar_attribute = 3 };
-enum DataType : int32_t { s32 = 4, u8 = 6, f16 = 10, f32 = 11, f64 = 12, bf16 = 16 };
+enum DataType : int32_t { s8 = 2, s32 = 4, u8 = 6, f16 = 10, f32 = 11, f64 = 12, bf16 = 16 };
 enum ErrorCode : int32_t { invalid_argument = 3, exhausted = 8, unimplemented = 12, internal = 13 };
 
 struct Error;  // belong to XLA

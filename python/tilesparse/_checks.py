@@ -12,9 +12,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from numbers import Number, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -31,6 +33,31 @@ SCALE_GROUP = 128  # features of x that have one scale, and sides of a block, of
 SCALED = {**QUANTIZED, PACKED: 7}  # of all values that have scales
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that become those of scales
 EXACT_FEATURES = 1 << 17  # below which sums of int8 products stay below 2^31
+
+
+class Array(Protocol):
+    """A tensor, or an array of NumPy, CuPy, JAX or another library that has DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def shared(name: str, given: Any) -> Any:
+    """Return a tensor in the memory of an array, and what is no array as it is.
+
+    Copies are made of what NumPy has read-only, reversed or in another byte order: PyTorch would write to the
+    first, and end the process at the second.
+    """
+    if isinstance(given, Tensor) or not hasattr(given, "__dlpack__"):
+        return given
+    try:
+        if isinstance(given, np.ndarray):
+            usable = given.flags.writeable and min(given.strides, default=0) >= 0 and given.dtype.isnative
+            return torch.from_numpy(given if usable else given.astype(given.dtype.newbyteorder("="), "C"))
+        if min(getattr(given, "strides", None) or (0,)) < 0:
+            raise BufferError("a stride is negative")
+        return torch.utils.dlpack.from_dlpack(given)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} must be an array that PyTorch can share: {error}") from error
 
 
 def shown(value: object) -> str:
@@ -716,7 +743,7 @@ def warn_user(text: str) -> None:
     """Warn at the line outside of this package that led here."""
     package = __name__.partition(".")[0]
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 

@@ -18,16 +18,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from . import _C
-from .errors import (
-    InvalidArgumentError,
-    InvalidPatternError,
-    InvalidTypeError,
-    NoDeviceError,
-)
+from .errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError, NoDeviceError
 
 _NT, _NN, _TN = range(3)  # y = x Wᵀ, x = y W, and W = yᵀ x on a pattern
 _TARGET = "tilesparse_product"
 _DTYPES = {"float64": 1, "float32": 2, "float16": 3, "bfloat16": 4}
+_INT8, _PER_FEATURE = 5, 3
 _CPU, _CUDA = 0, 1
 _VECTOR = 16  # bytes, by which GPUs read rows
 _IN_TF32 = {"default", "fastest", "bfloat16", "tensorfloat32", "tf32_tf32_f32"}
@@ -159,15 +155,19 @@ class Pattern:
             self._kept["columns"] = columns
         return columns
 
-    def _plan(self, op: int, dtype: str, tokens: int, layouts: Shape, tf32: bool) -> tuple[int, Any]:
+    def _plan(
+        self, op: int, dtype: str, result: str, tokens: int, layouts: Shape, tf32: bool
+    ) -> tuple[int, Any]:
         """Return the kernel for a product on this machine's GPU, and its plan; (0, nothing) without one."""
-        key = op, dtype, tokens, layouts, tf32
+        key = op, dtype, result, tokens, layouts, tf32
         if key not in self._kept:
             self._kept[key] = self._new_plan(*key)
         plan: tuple[int, Any] = self._kept[key]
         return plan
 
-    def _new_plan(self, op: int, dtype: str, tokens: int, layouts: Shape, tf32: bool) -> tuple[int, Any]:
+    def _new_plan(
+        self, op: int, dtype: str, result: str, tokens: int, layouts: Shape, tf32: bool
+    ) -> tuple[int, Any]:
         try:
             device = _C.device_info(_CUDA, jax.local_devices(backend="cuda")[0].local_hardware_id or 0)
         except (NoDeviceError, RuntimeError):  # compiled for other machines
@@ -178,9 +178,11 @@ class Pattern:
         product = _C.Product(
             pattern,
             op,
-            _DTYPES[dtype],
+            _INT8 if dtype == "int8" else _DTYPES[dtype],
             _CUDA,
             tokens,
+            granularity=_PER_FEATURE if dtype == "int8" else 0,
+            result_dtype=_DTYPES[result],
             precision=int(tf32),
             x_layout=x_layout,
             ldx=tokens if x_layout else cols,
@@ -204,7 +206,7 @@ class BlockSparse:
 
     Args:
         values: [nnz, rows, columns] of blocks, in the order of the pattern's entries; float64, float32,
-            bfloat16 or float16.
+            bfloat16, float16 or int8. Arrays of other libraries are taken through DLPack.
         pattern: their places.
     """
 
@@ -227,6 +229,29 @@ class BlockSparse:
         padding = (0, rows * bn - dense.shape[0]), (0, cols * bk - dense.shape[1])
         blocks = jnp.pad(dense, padding).reshape(rows, bn, cols, bk).swapaxes(1, 2)
         return cls(blocks[pattern.block_rows(), pattern.indices], pattern)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, *, block_shape: int | Sequence[int] | None = None) -> BlockSparse:
+        """Convert a scipy.sparse matrix of any format, with a static pattern; duplicates are summed.
+
+        Args:
+            matrix: [rows, columns].
+            block_shape: of the result; None takes the block shape of a BSR matrix.
+        """
+        if not hasattr(matrix, "tobsr"):
+            raise InvalidTypeError(f"matrix must be a scipy.sparse matrix, got {type(matrix).__name__}")
+        if block_shape is None and matrix.format != "bsr":
+            raise InvalidArgumentError(
+                f"block_shape must be given for the format {matrix.format!r}, got None"
+            )
+        if hasattr(matrix, "check_format"):
+            matrix.check_format()  # conversions of scipy write out of bounds otherwise
+        blocks = None if block_shape is None else _pair("block_shape", block_shape)
+        matrix = matrix.tobsr(blocksize=blocks, copy=True)
+        matrix.sum_duplicates()
+        matrix.sort_indices()
+        shape, block = matrix.shape, matrix.blocksize
+        return cls(matrix.data, Pattern(matrix.indptr, matrix.indices, shape=shape, block_shape=block))
 
     @property
     def shape(self) -> Shape:
@@ -296,14 +321,19 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def matmul(a: Any, b: Any, *, precision: Any = None) -> jax.Array:
+def matmul(a: Any, b: Any, *, precision: Any = None, preferred_element_type: Any = None) -> jax.Array:
     """Multiply a `BlockSparse` with a dense array, or a dense array with it; differentiable.
+
+    int8 has the products ``W @ x`` and ``x @ W.T``, with sums that are exact until they are rounded to
+    ``preferred_element_type``: scales of tokens and of outputs are factors of the result.
 
     Args:
         a: [..., m, k] or [k]; or a matrix.
         b: [..., k, n] or [k]; or a matrix, if ``a`` is none. Both get the dtype that JAX gives a sum of them.
         precision: of float32 on a GPU, as in ``jax.numpy.matmul``; None is
             ``jax.default_matmul_precision``, which is TF32 unless it is set.
+        preferred_element_type: dtype of the result where ``a`` and ``b`` are int8: float32, bfloat16 or
+            float16.
     """
     left = isinstance(a, BlockSparse)
     if left == isinstance(b, BlockSparse):
@@ -317,21 +347,43 @@ def matmul(a: Any, b: Any, *, precision: Any = None) -> jax.Array:
             f"{name} must have {features} elements on axis {axis}, got shape {x.shape}"
         )
     dtype, op = jnp.result_type(x, matrix.values), _NN if left == matrix._transposed else _NT
-    _check_dtype(dtype)
+    result = _result_dtype(dtype, preferred_element_type)
+    if dtype == jnp.int8:
+        _check_int8(matrix.pattern, op)
     x, values = x.astype(dtype), matrix.values.astype(dtype)[None]
     if axis == -1:
         rows = x.reshape(1, math.prod(x.shape[:-1]), features)
-        y: jax.Array = _bind(matrix.pattern, op, rows, values, (0, 0), precision)
+        y: jax.Array = _bind(matrix.pattern, op, rows, values, (0, 0), precision, result)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-    if x.ndim == 2 and x.shape[1] * dtype.itemsize % _VECTOR == 0:
-        columns: jax.Array = _bind(matrix.pattern, op, x[None], values, (1, 1), precision)
+    if x.ndim == 2 and x.shape[1] * dtype.itemsize % _VECTOR == 0 and dtype != jnp.int8:
+        columns: jax.Array = _bind(matrix.pattern, op, x[None], values, (1, 1), precision, result)
         return columns[0]
-    return matmul(jnp.swapaxes(x, -1, -2), matrix.T, precision=precision).swapaxes(-1, -2)
+    swapped = jnp.swapaxes(x, -1, -2)
+    return matmul(swapped, matrix.T, precision=precision, preferred_element_type=result).swapaxes(-1, -2)
 
 
-def _check_dtype(dtype: Any) -> None:
-    if dtype.name not in _DTYPES:
-        raise InvalidArgumentError(f"a and b must have a dtype of {list(_DTYPES)}, got {dtype.name}")
+def _check_int8(pattern: Pattern, op: int) -> None:
+    (rows, cols), (bn, bk) = pattern.shape, pattern.block_shape
+    if op == _NN:
+        raise InvalidArgumentError("a and b of int8 must be W @ x or x @ W.T, got x @ W or W.T @ x")
+    if not {bn, bk} <= {16, 32, 64, 128} or rows % bn or cols % bk or cols >= 2**17:
+        raise InvalidArgumentError(
+            "blocks of int8 must have sides of 16, 32, 64 or 128 that divide a matrix of fewer than 2^17 "
+            f"columns, got {bn}x{bk} in {rows}x{cols}"
+        )
+
+
+def _result_dtype(dtype: Any, preferred: Any) -> Any:
+    """Return the dtype of a product of operands of one dtype."""
+    allowed = list(_DTYPES)[1:] if dtype == jnp.int8 else [dtype.name]
+    if dtype.name not in _DTYPES and dtype != jnp.int8:
+        raise InvalidArgumentError(f"a and b must have a dtype of {[*_DTYPES, 'int8']}, got {dtype.name}")
+    result = dtype if preferred is None else jnp.dtype(preferred)
+    if result.name not in allowed:
+        raise InvalidArgumentError(
+            f"preferred_element_type must be one of {allowed} for {dtype.name}, got {preferred}"
+        )
+    return result
 
 
 def sddmm(a: Any, b: Any, pattern: Pattern, *, precision: Any = None) -> BlockSparse:
@@ -352,15 +404,18 @@ def sddmm(a: Any, b: Any, pattern: Pattern, *, precision: Any = None) -> BlockSp
             f"a and b must have shapes ({rows}, k) and (k, {cols}), got {a.shape} and {b.shape}"
         )
     dtype = jnp.result_type(a, b)
-    _check_dtype(dtype)
+    if dtype.name not in _DTYPES:
+        raise InvalidArgumentError(f"a and b must have a dtype of {list(_DTYPES)}, got {dtype.name}")
     a, b = a.astype(dtype), b.astype(dtype)
     columns = a.shape[1] * dtype.itemsize % _VECTOR == 0
     y = (a if columns else a.T)[None]
-    values = _bind(pattern, _TN, y, b[None], (0, int(columns)), precision)[0]
+    values = _bind(pattern, _TN, y, b[None], (0, int(columns)), precision, dtype)[0]
     return _made(values, pattern, False)
 
 
-def _bind(pattern: Pattern, op: int, first: Any, second: Any, layouts: Shape, precision: Any) -> Any:
+def _bind(
+    pattern: Pattern, op: int, first: Any, second: Any, layouts: Shape, precision: Any, result: Any
+) -> Any:
     tf32 = _in_tf32(precision) and first.dtype == np.float32
     index = () if pattern.is_static else (*pattern._rows()[:2], *pattern._columns())
     return _primitive.bind(
@@ -370,6 +425,7 @@ def _bind(pattern: Pattern, op: int, first: Any, second: Any, layouts: Shape, pr
         block_shape=pattern.block_shape,
         layouts=layouts,
         tf32=tf32,
+        dtype=result,
         pattern=pattern if pattern.is_static else None,
     )
 
@@ -392,9 +448,10 @@ def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-# The primitive. Its operands are two factors: dense ones [1, tokens, features], or [1, features, tokens] as
-# `layouts` (of x and of y) says; values [1, nnz, bn, bk]. Traced patterns follow: ptr and indices of rows;
-# ptr, indices and slots of columns.
+# The primitive. Its operands are two factors, each with a batch in front, of one product or as many as the
+# other's: dense ones [batch, tokens, features], or [batch, features, tokens] where `layouts` (of x and of y)
+# says so; values [batch, nnz, bn, bk]. Traced patterns follow: ptr and indices of rows; ptr, indices and
+# slots of columns.
 _primitive = Primitive(_TARGET)
 
 
@@ -408,23 +465,24 @@ def _run_at_once(*operands: Any, **params: Any) -> Any:
     return _compiled(**params)(*operands)
 
 
-def _result_shape(first: Any, nnz: int, params: dict[str, Any]) -> tuple[int, ...]:
+def _result_shape(first: Any, second: Any, nnz: int, params: dict[str, Any]) -> tuple[int, ...]:
+    batch = second.shape[0] if first.shape[0] == 1 else first.shape[0]
     op, (of_x, of_y) = params["op"], params["layouts"]
     if op == _TN:
-        return (1, nnz, *params["block_shape"])
+        return (batch, nnz, *params["block_shape"])
     source, target = (of_x, of_y) if op == _NT else (of_y, of_x)
     tokens, features = first.shape[2 if source else 1], params["shape"][op]
-    return (1, features, tokens) if target else (1, tokens, features)
+    return (batch, features, tokens) if target else (batch, tokens, features)
 
 
-def _abstract(first: Any, _: Any, *index: Any, **params: Any) -> Any:
+def _abstract(first: Any, second: Any, *index: Any, **params: Any) -> Any:
     pattern = params["pattern"]
     nnz = pattern.nnz if pattern is not None else index[1].shape[0]
-    shape = _result_shape(first, nnz, params)
+    shape = _result_shape(first, second, nnz, params)
     # Inside of jax.shard_map it varies as the operands do; elsewhere its sharding is left to XLA.
     replicated = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(first.sharding.mesh, replicated)
-    return first.update(shape=shape, weak_type=False, sharding=sharding)
+    return first.update(shape=shape, dtype=params["dtype"], weak_type=False, sharding=sharding)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -447,33 +505,60 @@ def _transpose(cotangent: Any, first: Any, second: Any, *index: Any, op: int, **
         # The gradient of x from y and W, of y from x and W, of y from W and x.
         to = (_NN, _NT, _NT)[op]
         factors = (second, cotangent) if op == _TN else (cotangent, second)
+        wanted = first.aval
     else:
         # The gradient of W from x and y, of W from x and y, of x from W and y.
         to = (_TN, _TN, _NN)[op]
         factors = (cotangent, first) if op == _NT else (first, cotangent)
+        wanted = second.aval
     result = bind(*factors, *index, op=to, **params)
+    if wanted.shape[0] == 1 != result.shape[0]:  # one factor of all products
+        result = result.sum(0, keepdims=True)
     of_index: list[Any] = [None] * len(index)
     return [result, None, *of_index] if ad.is_undefined_primal(first) else [None, result, *of_index]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     bind = functools.partial(_primitive.bind, **params)
+    first, second, *index = operands
+    size = next(one.shape[axis] for one, axis in zip(operands, axes, strict=True) if axis is not None)
+    if any(axis is not None for axis in axes[2:]):  # patterns of their own
+        mapped = [
+            jnp.moveaxis(one, axis, 0) for one, axis in zip(operands, axes, strict=True) if axis is not None
+        ]
+
+        def one_by_one(parts: Sequence[Any]) -> Any:
+            rest = iter(parts)
+            return bind(
+                *(one if axis is None else next(rest) for one, axis in zip(operands, axes, strict=True))
+            )
+
+        return jax.lax.map(one_by_one, tuple(mapped)), 0
     op, layouts = params["op"], params["layouts"]
-    if op != _TN and all(axis is None for axis in axes[1:]):  # more tokens
-        first, *others = operands
+    if op != _TN and axes[1] is None and second.shape[0] == 1:  # more tokens
         source, target = (2 if layouts[one] else 1 for one in ((0, 1) if op == _NT else (1, 0)))
-        sizes = jnp.moveaxis(first, axes[0], source).shape
-        folded = (*sizes[:source], sizes[source] * sizes[source + 1], *sizes[source + 2 :])
-        result = bind(jnp.moveaxis(first, axes[0], source).reshape(folded), *others)
-        sizes = (*result.shape[:target], first.shape[axes[0]], -1, *result.shape[target + 1 :])
+        first = jnp.moveaxis(first, axes[0], source)
+        sizes = first.shape
+        folded = first.reshape(*sizes[:source], sizes[source] * sizes[source + 1], *sizes[source + 2 :])
+        result = bind(folded, second, *index)
+        sizes = (*result.shape[:target], size, -1, *result.shape[target + 1 :])
         return result.reshape(sizes), target
-
-    def product(mapped: Sequence[Any]) -> Any:
-        parts = iter(mapped)
-        return bind(*(one if axis is None else next(parts) for one, axis in zip(operands, axes, strict=True)))
-
-    pairs = zip(operands, axes, strict=True)
-    return jax.lax.map(product, [jnp.moveaxis(one, axis, 0) for one, axis in pairs if axis is not None]), 0
+    leads = [one.shape[int(axis == 0)] for one, axis in zip((first, second), axes[:2], strict=True)]
+    lead = leads[1] if leads[0] == 1 else leads[0]
+    stacked = []
+    for one, axis in zip((first, second), axes[:2], strict=True):
+        if axis is not None:
+            one = jnp.moveaxis(one, axis, 0)
+        elif one.shape[0] != 1:
+            one = jnp.broadcast_to(one, (size, *one.shape))
+        else:
+            stacked.append(one)
+            continue
+        if one.shape[1] != lead:
+            one = jnp.broadcast_to(one, (size, lead, *one.shape[2:]))
+        stacked.append(one.reshape(size * lead, *one.shape[2:]))
+    result = bind(*stacked, *index)
+    return result.reshape(size, lead, *result.shape[1:]), 0
 
 
 _primitive.def_impl(_run_at_once)
@@ -493,10 +578,14 @@ def _lowering(platform: str) -> Callable[..., Any]:
         else:
             arrays = *index[:2], jnp.arange(index[1].shape[0], dtype=jnp.int32)
         kernel, plan = 0, np.zeros(0, np.uint8)
+        scales: list[Any] = []
+        if first.dtype == jnp.int8:
+            scales = [jnp.ones(size, jnp.float32) for size in (first.shape[1], params["shape"][0])]
         if platform == "cuda" and pattern is not None:
             columns = layouts[0] if op == _NT else layouts[1]
             tokens = first.shape[2 if columns else 1]
-            kernel, plan = pattern._plan(op, first.dtype.name, tokens, layouts, tf32)
+            result = jnp.dtype(params["dtype"]).name
+            kernel, plan = pattern._plan(op, first.dtype.name, result, tokens, layouts, tf32)
         attributes = {
             "op": op,
             "out_features": params["shape"][0],
@@ -506,10 +595,10 @@ def _lowering(platform: str) -> Callable[..., Any]:
             "precision": tf32,
             "kernel": kernel,
         }
-        shape = _result_shape(first, arrays[1].shape[0], params)
-        product = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(shape, first.dtype))
+        shape = _result_shape(first, second, arrays[1].shape[0], params)
+        product = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct(shape, params["dtype"]))
         numbers = {name: np.int32(number) for name, number in attributes.items()}
-        return product(first, second, *arrays, plan, **numbers)
+        return product(first, second, *arrays, plan, *scales, **numbers)
 
     return call
 
@@ -531,7 +620,10 @@ def _in_tf32(precision: Any) -> bool:
 
 
 def _array(name: str, given: Any) -> Any:
+    """Return an array of JAX: arrays of other libraries through DLPack, which shares memory where it can."""
     try:
+        if hasattr(given, "__dlpack__") and not isinstance(given, jax.Array | np.ndarray):
+            return jnp.from_dlpack(given)
         return jnp.asarray(given)
     except TypeError as error:
         raise InvalidTypeError(f"{name} must be an array, got {type(given).__name__}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._checks import Index, grid_of, is_ragged, is_tensor, shown
+from ._checks import Array, Index, grid_of, is_ragged, is_tensor, shared, shown
 from ._runtime import pattern_cache
 from ._runtime.device import exclusive
 from ._runtime.pattern_cache import blocks_of, content_of, prepared, update_of, validate
@@ -48,7 +49,7 @@ def index_of(numbers: Tensor, like: Index) -> Index:
     return Index(crow, (numbers % cols).int(), slot.int(), *like[3:])
 
 
-def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = None) -> Tensor:
+def _index_array(name: str, array: Array | Sequence[int], length: int | None = None) -> Tensor:
     """Return an int32 copy of an index array on the host."""
     given = _integers(name, array, InvalidPatternError)
     if given.dim() != 1 or length not in (None, len(given)):
@@ -63,11 +64,12 @@ def _index_array(name: str, array: Tensor | Sequence[int], length: int | None = 
 
 def _integers(
     name: str,
-    given: Tensor | Sequence[Any],
+    given: Array | Sequence[Any],
     error: type[InvalidArgumentError] = InvalidArgumentError,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Return given integers as an int64 tensor on a device; bool does not count."""
+    given = shared(name, given)
     if isinstance(given, Tensor):
         _checks.check_content(name, given)
     numbers = torch.as_tensor(given, device=device)
@@ -149,6 +151,23 @@ class PatternView:
         mask[self.block_indices()] = True
         return mask
 
+    def waste(self, mask: Array) -> float:
+        """Return the part of the kept elements that is 0 in a mask [out_features, in_features], or a matrix.
+
+        Raises:
+            InvalidArgumentError: ``mask`` has another shape, or nonzeros outside of the kept blocks.
+        """
+        wanted = check_matrix("mask", mask) != 0
+        if wanted.shape != self.shape:
+            raise InvalidArgumentError(f"mask must have shape {self.shape}, got {tuple(wanted.shape)}")
+        counts = blocks_of(wanted, self.block_shape).count_nonzero((-2, -1))
+        kept = counts[self.to_block_mask().to(counts.device)]
+        if int(kept.sum()) != int(counts.sum()):
+            raise InvalidArgumentError(
+                f"mask must lie within the kept blocks, got {int(counts.sum() - kept.sum())} nonzeros outside"
+            )
+        return 1 - int(kept.sum()) / (self.nnz * math.prod(self.block_shape)) if self.nnz else 0.0
+
     def to_mask(self) -> Tensor:
         """Return a mask [out_features, in_features] bool that is True for elements of kept blocks."""
         (rows, cols), (bn, bk) = self.shape, self.block_shape
@@ -192,7 +211,7 @@ class BlockPattern(PatternView):
     this is.
 
     Args:
-        crow_indices: [R + 1] integers: a tensor, an array of NumPy, or a sequence.
+        crow_indices: [R + 1] integers: a tensor, an array with DLPack, or a sequence.
         col_indices: [nnz] integers.
         shape: (out_features, in_features).
         block_shape: (bn, bk), rows (out) and columns (in) of a block, each 2 to 128; or one number for both.
@@ -206,15 +225,16 @@ class BlockPattern(PatternView):
 
     def __init__(
         self,
-        crow_indices: Tensor | Sequence[int],
-        col_indices: Tensor | Sequence[int],
+        crow_indices: Array | Sequence[int],
+        col_indices: Array | Sequence[int],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
-        slot: Tensor | Sequence[int] | None = None,
+        slot: Array | Sequence[int] | None = None,
         device: Device = None,
     ) -> None:
         refuse_fakes("a pattern")
+        col_indices = shared("col_indices", col_indices)
         if device is None:
             device = col_indices.device if isinstance(col_indices, Tensor) else "cpu"
         shape, block_shape, (block_rows, _) = _checks.pattern_shapes(shape, block_shape)
@@ -293,7 +313,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_blocks(
         cls,
-        blocks: Tensor | Sequence[tuple[int, int]],
+        blocks: Array | Sequence[tuple[int, int]],
         *,
         shape: Sequence[int],
         block_shape: int | Sequence[int],
@@ -309,6 +329,7 @@ class BlockPattern(PatternView):
             InvalidPatternError: a block lies outside the shape or is listed twice.
         """
         shape, block_shape, (rows, cols) = _checks.pattern_shapes(shape, block_shape)
+        blocks = shared("blocks", blocks)
         pairs = _integers("blocks", blocks, InvalidPatternError)
         if pairs.numel() == 0:
             pairs = pairs.view(0, 2)
@@ -329,7 +350,7 @@ class BlockPattern(PatternView):
 
     @classmethod
     def from_block_mask(
-        cls, mask: Tensor, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
+        cls, mask: Array, *, block_shape: int | Sequence[int], shape: Sequence[int] | None = None
     ) -> BlockPattern:
         """Keep the blocks that are nonzero (True) in ``mask`` [R, C], which has one entry per block.
 
@@ -341,9 +362,18 @@ class BlockPattern(PatternView):
         return cls._from_sorted(chosen, shape, block_shape, device=mask.device)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, block_shape: int | Sequence[int]) -> BlockPattern:
-        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero."""
+    def from_mask(cls, mask: Array, *, block_shape: int | Sequence[int] | None = None) -> BlockPattern:
+        """Keep the blocks in which ``mask`` [out_features, in_features], or a matrix, has a nonzero.
+
+        Args:
+            mask: the elements to cover; `waste` says how much of the blocks is none of them.
+            block_shape: (bn, bk), or one number for both; None chooses one of 16 to 128, of those that divide
+                the shape if there are any: larger blocks have faster products on GPUs, and cover more than
+                the mask.
+        """
         mask = check_matrix("mask", mask) != 0
+        if block_shape is None:
+            block_shape = _best_block_shape(mask)
         shape, block_shape, _ = _checks.pattern_shapes(mask.shape, block_shape)
         kept = blocks_of(mask, block_shape).any(-1).any(-1)
         return cls.from_block_mask(kept, block_shape=block_shape, shape=shape)
@@ -351,7 +381,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_scores(
         cls,
-        scores: Tensor,
+        scores: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -378,7 +408,7 @@ class BlockPattern(PatternView):
     @classmethod
     def from_dense(
         cls,
-        dense: Tensor,
+        dense: Array,
         *,
         block_shape: int | Sequence[int],
         density: float | None = None,
@@ -542,6 +572,25 @@ def _rebuild(crow: Tensor, col: Tensor, slot: Tensor, shape: Any, block_shape: A
     return BlockPattern(crow, col, shape=shape, block_shape=block_shape, slot=slot)
 
 
+# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
+BLOCK_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
+
+
+def _best_block_shape(mask: Tensor) -> tuple[int, int]:
+    """Return the block shape with the fastest product of those that divide a mask, or of all if none does."""
+    finest = blocks_of(mask, (16, 16)).any(-1).any(-1)
+    of_rows, of_cols = (
+        [size for size in BLOCK_COSTS if side % size == 0] or [*BLOCK_COSTS] for side in mask.shape
+    )
+    costs = {
+        (rows, cols): float(blocks_of(finest, (rows // 16, cols // 16)).any(-1).any(-1).float().mean())
+        * BLOCK_COSTS[min(rows, cols)]
+        for rows in of_rows
+        for cols in of_cols
+    }
+    return min(costs, key=lambda shape: costs[shape])
+
+
 def shape_of_grid(
     name: str, grid: Tensor, block_shape: int | Sequence[int], shape: Sequence[int] | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -558,12 +607,13 @@ def shape_of_grid(
     return checked, sides
 
 
-def check_matrix(name: str, given: Tensor) -> Tensor:
+def check_matrix(name: str, given: Array) -> Tensor:
     """Return a dense matrix with content; refuse anything else."""
-    if not is_tensor(given) or given.dim() != 2:
+    matrix: Tensor = shared(name, given)
+    if not is_tensor(matrix) or matrix.dim() != 2:
         raise InvalidTypeError(f"{name} must be a dense 2-D tensor, got {shown(given)}")
-    _checks.check_content(name, given)
-    return given
+    _checks.check_content(name, matrix)
+    return matrix
 
 
 def _blocks_of_parts(

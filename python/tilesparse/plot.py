@@ -128,7 +128,8 @@ def _draw(panel: Axes, drawn: _Map, shades: Any) -> None:
     panel.set_box_aspect(min(max(drawn.aspect, 0.25), 4.0))
     right = panel.inset_axes((1.02, 0, 0.12, 1), sharey=panel)
     above = panel.inset_axes((0, 1.02, 1, 0.12), sharex=panel)
-    for margin, side, orientation in ((right, 1, "horizontal"), (above, 0, "vertical")):
+    margins: Any = (right, 1, "horizontal"), (above, 0, "vertical")
+    for margin, side, orientation in margins:
         fractions, edges = drawn.kept.mean(side).numpy(), range(blocks[1 - side] + 1)
         margin.stairs(fractions, edges, orientation=orientation, fill=True, color="#b0b0b0")
         (margin.set_xlim if side else margin.set_ylim)(0, 1)

@@ -322,8 +322,7 @@ def test_sizes_of_layers_stay() -> None:
     assert (layer.in_features, layer.out_features) == (64, 32)
     for name in ("pattern", "policy"):
         with pytest.raises(InvalidArgumentError, match=name):
-            setattr(layer, name, torch.nn.Linear(64, 32))
-    assert not list(layer.children())
+            setattr(layer, name, "fast")
 
 
 @pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith("Error")])

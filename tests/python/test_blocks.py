@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.sparse
 import torch
 from helpers import use_kernel, written_sdd
 from hypothesis import given, settings
@@ -155,10 +156,13 @@ def test_nothing_outside_of_operands_is_touched(name: str, at_end: bool) -> None
         areas.clear()
 
 
-def make_ragged() -> tuple[Tensor, ts.BlockPattern]:
+def make_ragged(batch: int | None = None) -> tuple[Tensor, ts.BlockPattern]:
     """Return clean values of 5 x 3 blocks in a matrix of 13 x 11, with an empty row, and their pattern."""
     matrix, _ = make_matrix((13, 11), (5, 3), density=0.6)
-    return torch.nan_to_num(matrix.values).requires_grad_(), matrix.pattern
+    values = torch.nan_to_num(matrix.values)
+    if batch:
+        values = torch.stack([values * (i + 1) for i in range(batch)])
+    return values.requires_grad_(), matrix.pattern
 
 
 def vectors(*size: int) -> Tensor:
@@ -172,25 +176,33 @@ OPERATIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] =
     "y W": (lambda w, y: y @ w, (13,)),
     "Y W": (lambda w, y: y @ w, (2, 4, 13)),
     "Wᵀ Y": (lambda w, y: w.T @ y, (13, 4)),
+    "scaled rows": (lambda w, s: w.scale_rows(s).to_dense(), (13,)),
+    "scaled block rows": (lambda w, s: w.scale_rows(s).to_dense(), (3, 5, 5)),
+    "sums": (lambda w, _: torch.cat([w.sum(-1), w.sum(-2), w.sum()[..., None]], -1), (1,)),
+    "diagonal": (lambda w, _: w.diagonal_blocks(), (1,)),
 }
 
 
 @pytest.mark.parametrize(("operation", "size"), OPERATIONS.values(), ids=OPERATIONS)
-def test_operations_of_matrices(operation: Callable[[Any, Tensor], Tensor], size: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("batch", [None, 2])
+def test_operations_of_matrices(
+    operation: Callable[[Any, Tensor], Tensor], size: tuple[int, ...], batch: int | None
+) -> None:
     """Values of dense matrices, and gradients of both orders, of ragged blocks."""
-    values, pattern = make_ragged()
+    values, pattern = make_ragged(batch)
     other = vectors(*size)
 
     def run(values: Tensor, x: Tensor) -> Tensor:
         return operation(ts.BlockSparseMatrix(values, pattern), x)
 
     assert gradcheck(run, (values, other))
-    assert gradgradcheck(run, (values, other))
+    assert gradgradcheck(run, (values, other), fast_mode=batch is not None)
 
 
-def test_values_of_operations() -> None:
+@pytest.mark.parametrize("batch", [None, 2])
+def test_values_of_operations(batch: int | None) -> None:
     """Equal those of dense matrices, whatever the padding holds."""
-    values, pattern = make_ragged()
+    values, pattern = make_ragged(batch)
     inside = ts.BlockSparseMatrix.from_dense(torch.ones(13, 11), pattern).values.bool()
     matrix = ts.BlockSparseMatrix(values.detach().masked_fill(~inside, torch.nan), pattern)
     dense, right, left = matrix.to_dense(), vectors(11, 4).detach(), vectors(3, 13).detach()
@@ -201,9 +213,21 @@ def test_values_of_operations() -> None:
         "rows": (left @ matrix, left @ dense),
         "row": (left[0] @ matrix, left[0] @ dense),
         "transposed": (matrix.T @ left.T, dense.mT @ left.T),
+        "sums of rows": (matrix.sum(-1), dense.sum(-1)),
+        "sums of columns": (matrix.sum(-2), dense.sum(-2)),
+        "sum": (matrix.sum(), dense.sum((-2, -1))),
+        "scaled": (matrix.scale_rows(left[0]).to_dense(), left[0][:, None] * dense),
     }
     for name, (result, expected) in pairs.items():
         torch.testing.assert_close(result, expected, msg=name)
+    blocks = matrix.diagonal_blocks()
+    padded = torch.nn.functional.pad(dense, (0, 1, 0, 2))
+    for i in range(3):
+        expected = padded[..., 5 * i : 5 * i + 5, 3 * i : 3 * i + 3]
+        torch.testing.assert_close(blocks[..., i, :, :], expected)
+    factors = torch.linalg.inv(torch.eye(5).double() + vectors(3, 5, 5).detach() / 10)
+    scaled = torch.block_diag(*factors)[:13, :13] @ dense
+    torch.testing.assert_close(matrix.scale_rows(factors).to_dense(), scaled)
 
 
 def test_sampled_product() -> None:
@@ -229,10 +253,20 @@ def test_padding_has_no_gradient_and_is_not_drawn() -> None:
 def test_conversions_need_whole_blocks() -> None:
     values, pattern = make_ragged()
     matrix = ts.BlockSparseMatrix(values, pattern)
-    with pytest.raises(InvalidArgumentError, match="shape that its blocks divide"):
-        matrix.to_bsr()
+    array = scipy.sparse.csr_array(matrix.to_dense().detach().numpy())
+    for convert in (
+        matrix.to_bsr,
+        matrix.to_scipy,
+        lambda: ts.BlockSparseMatrix.from_scipy(array, block_shape=(5, 3)),
+    ):
+        with pytest.raises(InvalidArgumentError, match="shape that its blocks divide"):
+            convert()
     whole, dense = make_matrix((12, 18), (4, 6))
     torch.testing.assert_close(whole.to_bsr().to_dense(), dense)
+    back = ts.BlockSparseMatrix.from_scipy(scipy.sparse.bsr_array(whole.to_scipy()))
+    torch.testing.assert_close(back.to_dense(), dense)
+    with pytest.raises(InvalidArgumentError, match="one matrix in BSR, got a batch"):
+        ts.BlockSparseMatrix(torch.stack((whole.values, whole.values)), whole.pattern).to_scipy()
 
 
 def test_masks_of_ragged_blocks() -> None:

@@ -196,3 +196,30 @@ def test_columns_of_wider_matrices(activation: str, dtype: torch.dtype) -> None:
     for result, expected in zip(results, (of_by, of_y, launch.gate(y, by, code)), strict=True):
         assert expected is not None and torch.equal(result, expected)
     assert (room[..., :16] == 7).all() and (room[..., -16:] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_halves_in_compiled_code(activation: str, dtype: torch.dtype) -> None:
+    """Operators of their own, whose gradients are one tensor, also of the second order; also of no tokens."""
+    y = randn(37, 96, dtype=dtype, device="cuda", seed=1).requires_grad_()
+    dy = randn(37, 48, dtype=dtype, device="cuda", seed=2)
+    for backend in ("aot_eager", "eager"):
+        torch._dynamo.reset()  # which counts compilations of one function
+        compiled: Any = torch.compile(functional.gated, backend=backend, fullgraph=True, dynamic=False)
+        for tokens in (0, 37):
+            right = functional.gated(y[:tokens], None, activation)
+            result = compiled(y[:tokens], None, activation)
+            torch.testing.assert_close(result, right)
+            expected, found = (
+                torch.autograd.grad(each, y, dy[:tokens].mT.contiguous().mT) for each in (right, result)
+            )
+            torch.testing.assert_close(found, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(y, None, activation), right)
+    orders = []
+    for function in (functional.gated, compiled):
+        (first,) = torch.autograd.grad(function(y, None, activation), y, dy, create_graph=True)
+        orders.append(torch.autograd.grad(first.square().sum(), y)[0])
+    torch.testing.assert_close(*orders)

@@ -20,6 +20,7 @@ jax = pytest.importorskip("jax", reason="tilesparse.jax needs JAX")
 jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
+import scipy.sparse  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import tilesparse  # noqa: E402
@@ -110,6 +111,60 @@ def test_products(
             assert result.dtype == dtype
             close(result.astype(np.float64), expected, error)
     close(operands[0] @ kinds(dense, block)[0], operands[0] @ dense)  # without jit
+
+
+def test_int8(platform: str, rng: np.random.Generator) -> None:
+    """Sums are exact, and rounded once; a JAX program multiplies them by scales."""
+
+    def product(matrix: tsj.BlockSparse, x: Any, dtype: str) -> Any:
+        return tsj.matmul(x, matrix.T, preferred_element_type=dtype)
+
+    def equal(found: Any, exact: np.ndarray) -> None:
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(jnp.asarray(exact, found.dtype)))
+
+    dense = dense_matrix(rng, (384, 512), (32, 64)).round().astype(np.int8)
+    x = rng.integers(-128, 128, (3, 5, 512)).astype(np.int8)
+    exact = x.astype(np.float64) @ dense.astype(np.float64).T
+    for matrix in kinds(dense, (32, 64)):
+        assert matrix.dtype == jnp.int8
+        for dtype in ("float32", "bfloat16", "float16"):
+            found = jax.jit(product, static_argnums=2)(matrix, x, dtype)
+            assert found.dtype == dtype
+            equal(found, exact)
+        equal(jax.vmap(product, in_axes=(None, 0, None))(matrix, x, "float32"), exact)
+        equal(tsj.matmul(matrix, x[0].T, preferred_element_type="float32"), exact[0].T)
+        batch = jnp.stack((matrix.values, -matrix.values))
+        found = jax.vmap(lambda values, m: product(with_values(m, values), x[0], "float32"), (0, None))(
+            batch, matrix
+        )
+        equal(found, np.stack((exact[0], -exact[0])))
+        equal(x[0].astype(np.float32) @ matrix.T, exact[0])  # of values in float32
+
+
+@pytest.mark.parametrize(
+    ("block", "product", "message"),
+    [
+        (
+            32,
+            lambda m, x: m @ x,
+            r"preferred_element_type must be one of \['float32', 'float16', 'bfloat16'\] for int8",
+        ),
+        (32, lambda m, x: tsj.matmul(m, x, preferred_element_type="int32"), "for int8, got int32"),
+        (32, lambda m, x: tsj.matmul(x.T, m, preferred_element_type="float32"), "W @ x or x @ W.T, got"),
+        (8, lambda m, x: tsj.matmul(m, x, preferred_element_type="float32"), "sides of 16, 32, 64 or 128"),
+        (
+            32,
+            lambda m, x: tsj.matmul(m, x.astype(np.float32), preferred_element_type="float64"),
+            "for float32, got",
+        ),
+        (32, lambda m, x: m @ x.astype(np.int32), "a and b must have a dtype of .*'int8'.*, got int32"),
+        (32, lambda m, x: tsj.sddmm(x, x.T, m.pattern), "a and b must have a dtype of .*, got int8"),
+    ],
+)
+def test_int8_has_some_products(block: int, product: Any, message: str) -> None:
+    matrix = kinds(np.ones((64, 64), np.int8), (block, block))[0]
+    with pytest.raises(InvalidArgumentError, match=message):
+        product(matrix, np.ones((64, 64), np.int8))
 
 
 def test_tf32_is_that_of_jax(rng: np.random.Generator) -> None:
@@ -244,17 +299,29 @@ def test_conjugate_gradients(platform: str, rng: np.random.Generator) -> None:
     close(of_b, np.linalg.solve(dense.T, np.ones(96)), 1e-9)
 
 
+def test_scipy_matrices_are_sorted_and_summed(rng: np.random.Generator) -> None:
+    data = rng.integers(-9, 9, (4, 2, 16, 16)).astype(np.float64).reshape(8, 16, 16)
+    given = scipy.sparse.bsr_array((data, [3, 0, 3, 1, 2, 2, 1, 0], [0, 4, 4, 8]), shape=(48, 64))
+    matrix = tsj.BlockSparse.from_scipy(given)
+    np.testing.assert_array_equal(matrix.to_dense(), given.toarray())
+    assert matrix.pattern.nnz == 6
+    np.testing.assert_array_equal(
+        tsj.BlockSparse.from_scipy(given.tocsr(), block_shape=16).to_dense(), given.toarray()
+    )
+
+
 def test_arrays_of_pytorch_come_and_go_without_copies(rng: np.random.Generator) -> None:
     pattern = tilesparse.BlockPattern.random((64, 64), block_shape=16, density=0.5)
     values = torch.randn(pattern.nnz, 16, 16, dtype=torch.float64)
-    arrays = pattern.crow_indices.numpy(), pattern.col_indices.numpy()
-    own = tsj.Pattern(*arrays, shape=(64, 64), block_shape=16)
-    matrix = tsj.BlockSparse(jnp.from_dlpack(values), own)
+    own = tsj.Pattern(pattern.crow_indices, pattern.col_indices, shape=(64, 64), block_shape=16)
+    matrix = tsj.BlockSparse(values, own)
     assert matrix.values.unsafe_buffer_pointer() == values.data_ptr()
     x = torch.randn(3, 64, dtype=torch.float64)
     expected = tilesparse.functional.dds(x, values, pattern, transpose=False)
-    found = tsj.matmul(jnp.from_dlpack(x), matrix)
-    torch.testing.assert_close(torch.utils.dlpack.from_dlpack(found), expected)
+    torch.testing.assert_close(torch.utils.dlpack.from_dlpack(tsj.matmul(x, matrix)), expected)
+    back = tilesparse.BlockSparseMatrix(matrix.values, pattern)
+    assert back.values.data_ptr() == values.data_ptr()
+    torch.testing.assert_close(jnp.from_dlpack(x) @ back, expected)
 
 
 def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +354,7 @@ def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (lambda W: tsj.sddmm(np.ones((96, 3)), W.values[0], W.pattern), InvalidArgumentError, "a and b must"),
         (lambda W: tsj.Pattern.from_mask(np.ones(32), block_shape=16), InvalidArgumentError, "mask must"),
         (lambda W: hash(traced(W.pattern)), InvalidTypeError, "traced pattern cannot be hashed"),
+        (lambda W: tsj.BlockSparse.from_scipy(W.values), InvalidTypeError, "scipy.sparse"),
     ],
 )
 def test_errors(rng: np.random.Generator, call: Any, error: Any, text: str) -> None:

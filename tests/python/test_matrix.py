@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import scipy.io
+import scipy.sparse
 import torch
 from helpers import (
     DEVICE_DTYPES,
@@ -20,7 +26,7 @@ from helpers import (
 )
 
 from tilesparse import BlockPattern, BlockSparseMatrix
-from tilesparse.errors import InvalidArgumentError, InvalidPatternError
+from tilesparse.errors import InvalidArgumentError, InvalidPatternError, InvalidTypeError
 
 BLOCK_SHAPE = (16, 32)
 
@@ -81,6 +87,111 @@ def test_bsr_round_trip(dtype: torch.dtype, name: str) -> None:
     assert bsr.layout == torch.sparse_bsr and bsr.dtype == dtype
     assert torch.equal(bsr.to_dense().double(), reference(matrix))
     assert torch.equal(BlockSparseMatrix.from_bsr(bsr).to_dense(), matrix.to_dense())
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scipy_round_trip(dtype: torch.dtype, name: str) -> None:
+    matrix = make_matrix(name, dtype=dtype)
+    array = matrix.to_scipy()
+    assert isinstance(array, scipy.sparse.bsr_array)
+    assert (array.toarray() == reference(matrix).numpy()).all()
+    for given in (array, array.tocoo(), array.tocsr()):
+        back = BlockSparseMatrix.from_scipy(given, block_shape=BLOCK_SHAPE)
+        assert back.pattern.nnz == matrix.pattern.nnz and torch.equal(reference(back), reference(matrix))
+
+
+@pytest.mark.parametrize("columns", [[3, 0, 1], [1, 0, 1], [2, 2, 2], []], ids=str)
+def test_blocks_of_scipy_are_sorted_and_summed(columns: list[int]) -> None:
+    values = torch.randn(len(columns), 16, 16, generator=seeded())
+    dense = torch.zeros(16, 4, 16)
+    for column, block in zip(columns, values, strict=True):
+        dense[:, column] += block
+    array = scipy.sparse.bsr_array((values.numpy(), columns, [0, len(columns)]), shape=(16, 64))
+    matrix = BlockSparseMatrix.from_scipy(array)
+    assert torch.equal(matrix.to_dense(), dense.view(16, 64))
+    assert matrix.pattern.col_indices.tolist() == sorted({*columns})
+    assert array.indices.tolist() == columns  # what was given is left as it was
+
+
+@pytest.mark.parametrize("kind", ["npz", "mtx"])
+def test_files_of_scipy_come_back_bit_by_bit(kind: str, tmp_path: Path) -> None:
+    matrix, path = make_matrix(dtype=torch.float64), tmp_path / f"matrix.{kind}"
+    if kind == "npz":
+        scipy.sparse.save_npz(path, matrix.to_scipy())
+        read = scipy.sparse.load_npz(path)
+    else:
+        scipy.io.mmwrite(path, matrix.to_scipy().tocoo())
+        read = scipy.io.mmread(path)
+    back = BlockSparseMatrix.from_scipy(read, block_shape=BLOCK_SHAPE)
+    assert torch.equal(back.to_dense(), matrix.to_dense())
+
+
+def outside() -> Any:
+    array = scipy.sparse.csr_array(np.ones((16, 32)))
+    array.indices[3] = 10**6
+    return array
+
+
+@pytest.mark.parametrize(
+    ("matrix", "block_shape", "error", "text"),
+    [
+        (np.ones((16, 32)), 16, InvalidTypeError, "matrix must be a scipy.sparse matrix or array"),
+        (scipy.sparse.csr_array((16, 32)), None, InvalidArgumentError, "block_shape must be given .*'csr'"),
+        (scipy.sparse.csr_array((16, 24)), 16, InvalidArgumentError, "matrix.*divide.*24"),
+        (scipy.sparse.csr_array((16, 32), dtype=np.int64), 16, InvalidArgumentError, "dtype.*got int64"),
+        (outside(), 16, ValueError, "indices must be < 32"),
+    ],
+)
+def test_matrices_of_scipy_that_do_not_fit(
+    matrix: Any, block_shape: int | None, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        BlockSparseMatrix.from_scipy(matrix, block_shape=block_shape)
+
+
+def test_arrays_of_other_libraries_are_shared() -> None:
+    own = make_matrix(dtype=torch.float64)
+    values, crow, col, slot = (
+        np.from_dlpack(one)
+        for one in (own.values, own.pattern.crow_indices, own.pattern.col_indices, own.pattern.slot)
+    )
+    pattern = BlockPattern(crow, col, shape=own.shape, block_shape=BLOCK_SHAPE, slot=slot)
+    matrix = BlockSparseMatrix(values, pattern)
+    assert matrix.values.data_ptr() == own.values.data_ptr() and pattern == own.pattern
+    dense = np.from_dlpack(own.to_dense())
+    assert torch.equal(BlockSparseMatrix.from_dense(dense, pattern).values, own.values)
+    assert BlockPattern.from_mask(dense, block_shape=BLOCK_SHAPE) == BlockPattern.from_dense(
+        dense, block_shape=BLOCK_SHAPE, nnz=own.pattern.nnz
+    )
+    blocks = torch.stack(own.pattern.block_indices(), 1).numpy()
+    listed = BlockPattern.from_blocks(blocks, shape=own.shape, block_shape=BLOCK_SHAPE)
+    assert torch.equal(listed.to_block_mask(), pattern.to_block_mask())
+    x = np.random.default_rng(0).standard_normal((3, own.shape[0], 2))
+    read_only = x[:, :, 0]
+    read_only.flags.writeable = False
+    for left in (x[:, :, 0], x[::-1, :, 0], x[:, ::-1, 0], x[:, :, 0].astype(">f8"), read_only):
+        np.testing.assert_allclose(np.from_dlpack(left @ matrix), left @ dense)
+        np.testing.assert_allclose(np.from_dlpack(matrix.T @ left.T), dense.T @ left.T)
+    assert np.shares_memory(np.from_dlpack(matrix.values), values)
+
+
+@pytest.mark.parametrize(
+    "array", [np.ones((2, 16, 16), np.complex64), np.ones((1, 16, 16), object), np.array(["a"])], ids=str
+)
+def test_arrays_without_a_dtype_of_products_are_refused(array: np.ndarray) -> None:
+    pattern = BlockPattern.full((16, 32), block_shape=16)
+    with pytest.raises(InvalidArgumentError, match="values must"):
+        BlockSparseMatrix(array, pattern)
+    matrix = BlockSparseMatrix.randn(pattern)
+    calls: dict[str, Callable[[Any], object]] = {
+        "values": lambda given: BlockSparseMatrix(given, pattern),
+        "dense": lambda given: matrix @ given,
+        "factors": matrix.scale_rows,
+    }
+    for name, function in calls.items():
+        with pytest.raises(InvalidTypeError, match=f"{name} must be a dense tensor, or an array with DLPack"):
+            function([1.0])
 
 
 def bsr(values: torch.Tensor, columns: list[int]) -> torch.Tensor:

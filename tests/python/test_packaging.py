@@ -113,7 +113,7 @@ def test_library_loads_without_cuda_python_or_pytorch() -> None:
 
 
 def test_library_is_small() -> None:
-    assert LIBRARY.stat().st_size < 13.6e6
+    assert LIBRARY.stat().st_size < 13.1e6
 
 
 def test_one_pool_of_threads_with_pytorch() -> None:

@@ -160,6 +160,26 @@ def test_from_blocks_stores_in_the_given_order() -> None:
     assert [indices.tolist() for indices in pattern.block_indices()] == [[1, 0, 1], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (128, 128), (16, 128), (128, 32)], ids=str)
+def test_from_mask_chooses_the_blocks_of_a_mask(block: tuple[int, int]) -> None:
+    made = BlockPattern.random((512, 768), block_shape=block, density=0.2, generator=seeded())
+    mask = made.to_mask()
+    pattern = BlockPattern.from_mask(mask)
+    assert pattern.block_shape == block and torch.equal(pattern.to_mask(), mask) and pattern.waste(mask) == 0
+    mask[:, ::4] = False
+    assert pattern.waste(mask) == 0.25
+
+
+def test_waste_needs_a_mask_that_is_covered() -> None:
+    pattern = BlockPattern.from_blocks([(0, 1)], shape=(16, 32), block_shape=16)
+    assert BlockPattern.from_blocks([], shape=(16, 32), block_shape=16).waste(torch.zeros(16, 32)) == 0
+    with pytest.raises(InvalidArgumentError, match="within the kept blocks, got 256 nonzeros outside"):
+        pattern.waste(torch.ones(16, 32))
+    with pytest.raises(InvalidArgumentError, match=r"mask must have shape \(16, 32\), got \(16, 16\)"):
+        pattern.waste(torch.ones(16, 16))
+    assert BlockPattern.from_mask(torch.ones(16, 24)).shape == (16, 24)  # which no block divides
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_from_mask_keeps_blocks_with_one_element(device: str) -> None:
     mask = torch.zeros(64, 64, dtype=torch.bool, device=device)

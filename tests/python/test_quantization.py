@@ -16,7 +16,7 @@ import tilesparse as ts
 from tilesparse import BlockPattern, BlockSparseConfig, BlockSparseLinear, BlockSparseMatrix, quantize_
 from tilesparse.calibrate.calibration import damped
 from tilesparse.calibrate.stream import tensors_in
-from tilesparse.errors import InvalidArgumentError
+from tilesparse.errors import InvalidArgumentError, UnsupportedError
 from tilesparse.nn.weight import dense_blocks, kept_mask
 from tilesparse.quantize import plan, smooth
 from tilesparse.quantize.plan import RoundedWeight, round_weight
@@ -697,6 +697,13 @@ def test_2_4_layers_keep_their_masks() -> None:
     assert (layer.nm, layer.activations) == ((2, 4), layer.storage)
     kept: Any = kept_mask(layer)
     assert torch.equal(kept, mask)
+
+
+def test_parametrized_weights_are_refused() -> None:
+    made = model()
+    nn.utils.parametrizations.weight_norm(made.blocks[0].mlp.up)
+    with pytest.raises(UnsupportedError, match="remove what parametrizes it"):
+        quantize_(made, W8A8, batches(1))
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:

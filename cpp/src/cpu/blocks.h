@@ -8,7 +8,8 @@
 #include "cpu/steps.h"
 #include "cpu/vectors.h"
 
-// Loops are unrolled by hand. What else -O3 does makes sums of one column a sixth slower and all a tenth larger.
+// Loops are unrolled by hand. What else -O3 does makes sums of one column a sixth slower and all a tenth
+// larger.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O2", "unswitch-loops", "fp-contract=fast")
 #endif

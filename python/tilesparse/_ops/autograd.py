@@ -301,6 +301,9 @@ LIB.define("compress(Tensor values, Tensor mask, bool transposed=False) -> (Tens
 # ScalarType.
 LIB.define("dequantize_values(Tensor values, Tensor? metadata, Tensor? scales, int dtype) -> Tensor")
 LIB.define("quantize(Tensor x, int dtype) -> (Tensor, Tensor)")  # 0: by groups of features
+# Operators for compiled code: Inductor would write the gradients of the halves as two tensors.
+LIB.define("gated_halves(Tensor y, int activation) -> Tensor")
+LIB.define("gated_halves_gradient(Tensor grad, Tensor y, int activation) -> Tensor")
 
 
 def by_number(function: Callable[..., Any], dtypes: Mapping[Any, int]) -> Callable[..., Any]:
@@ -390,11 +393,12 @@ def register_plainly(
     name: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
+    devices: tuple[str, ...] = ("CPU", "CUDA"),
     gradients: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Any:
     """Register an operator without a pattern; ``gradients``: (backward, setup_context)."""
     torch.library.register_fake(f"tilesparse::{name}", fake, lib=LIB)
-    for device in ("CPU", "CUDA"):
+    for device in devices:
         LIB.impl(name, kernel, device)
     if gradients is not None:
         backward, setup_context = gradients

@@ -31,6 +31,20 @@ from .autograd import (
 _BY_PYTORCH = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
 
+def _gradient_of_silu(grad: Tensor, z: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(z)
+    return grad * sigmoid * (1 + z * (1 - sigmoid))
+
+
+# Gradients of z from that of activation(z).
+ACTIVATION_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda grad, z: grad,
+    "relu": lambda grad, z: torch.ops.aten.threshold_backward(grad, z, 0),
+    "gelu": torch.ops.aten.gelu_backward,
+    "silu": _gradient_of_silu,
+}
+
+
 def activation_code(activation: str) -> int:
     """Return the number of an activation for operators."""
     try:
@@ -76,6 +90,9 @@ def gated(y: Tensor, gate: Tensor | None, activation: str) -> Tensor:
             return launch.gate(y, gate, activation_code(activation))
         if gate is None or y.numel() >= launch.MANY_ELEMENTS:
             return _gate(y, gate, activation)
+    if gate is None and is_compiling() and launch.may_multiply_by_gate(y, 32) and not transforms_active():
+        halves: Tensor = _GATED_HALVES(y, activation_code(activation))
+        return halves
     factor, by = _halves(y, gate)
     return factor * activated(by, activation)
 
@@ -98,7 +115,7 @@ class _Gated(torch.autograd.Function):
         return launch.gate(y, gate, activation_code(activation))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (y, gate), grad = ctx.saved_tensors, grads[0]
         tensors = (grad, y) if gate is None else (grad, y, gate)
         if records_gradient(tensors) or not is_plain(tensors):
@@ -111,22 +128,54 @@ _gate: Callable[..., Tensor] = _Gated.apply
 
 def _gate_gradients(
     grad: Tensor, y: Tensor, gate: Tensor | None, activation: str
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of y and the gate by PyTorch, so that they can be differentiated again."""
-    tensors = (y,) if gate is None else (y, gate)
-    with torch.enable_grad():
-        factor, by = _halves(y, gate)
-        result = factor * activated(by, activation)
-    needed = [tensor for tensor in tensors if tensor.requires_grad]
-    found = iter(torch.autograd.grad(result, needed, grad, create_graph=torch.is_grad_enabled()))
-    of_y, of_gate = (
-        next(found) if tensor is not None and tensor.requires_grad else None for tensor in (y, gate)
-    )
-    return of_y, of_gate
+    factor, by = _halves(y, gate)
+    of_factor = grad * activated(by, activation)
+    of_gate = ACTIVATION_GRADIENTS[activation](grad * factor, by)
+    return (torch.cat((of_gate, of_factor), -1), None) if gate is None else (of_factor, of_gate)
+
+
+def _gated_halves(y: Tensor, code: int) -> Tensor:
+    return launch.gate(_in_rows(y), None, code) if y.numel() else _gated_halves_fake(y, code)
+
+
+def _gated_halves_gradient(grad: Tensor, y: Tensor, code: int) -> Tensor:
+    if y.numel() == 0:
+        return y.new_empty(y.shape)
+    return launch.gate_gradient(_in_rows(grad), _in_rows(y), None, code)[0]
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
     return tensor if row_stride(tensor) is not None else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _gated_halves_fake(y: Tensor, code: int) -> Tensor:
+    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+
+
+def _gated_halves_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    y, ctx.code = inputs
+    ctx.save_for_backward(y)
+
+
+def _gated_halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (y,) = ctx.saved_tensors
+    if records_gradient((grad, y)):
+        return _gate_gradients(grad, y, None, list(ACTIVATIONS)[ctx.code])[0], None
+    return _GATED_HALVES_GRADIENT(grad, y, ctx.code), None
+
+
+_GATED_HALVES = register_plainly(
+    "gated_halves",
+    _gated_halves,
+    _gated_halves_fake,
+    ("CUDA",),
+    (_gated_halves_backward, _gated_halves_context),
+)
+_GATED_HALVES_GRADIENT = register_plainly(
+    "gated_halves_gradient", _gated_halves_gradient, lambda grad, y, code: y.new_empty(y.shape), ("CUDA",)
+)
 
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes

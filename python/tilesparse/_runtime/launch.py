@@ -639,9 +639,14 @@ def gate_gradient(
 
 def multiplies_by_gate(y: Tensor, by: Tensor | None) -> bool:
     """Return True if a kernel reads both in place, or without ``by`` the halves of y."""
-    if not y.is_cuda or y.dtype not in _GATED or y.shape[-1] % (32 if by is None else 16):
+    if not may_multiply_by_gate(y, 32 if by is None else 16) or row_stride(y) is None:
         return False
-    return row_stride(y) is not None and (by is None or row_stride(by) is not None)
+    return by is None or row_stride(by) is not None
+
+
+def may_multiply_by_gate(y: Tensor, multiple: int) -> bool:
+    """Return True if a kernel multiplies them once they are row-major with features of that multiple."""
+    return y.is_cuda and y.dtype in _GATED and y.shape[-1] % multiple == 0
 
 
 def _operands(y: Tensor, by: Tensor | None) -> tuple[int, int, tuple[int, int], tuple[int, int]]:

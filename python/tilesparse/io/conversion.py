@@ -25,7 +25,7 @@ from .._runtime.pattern_cache import blocks_of
 from ..config import METHOD, LayerSpec
 from ..errors import InvalidArgumentError
 from ..nn.weight import INDEX_NAMES
-from ..pattern import BlockPattern
+from ..pattern import BLOCK_COSTS, BlockPattern
 from ..storage.formats import storage_of
 from ..storage.quantize import compress
 from .foreign import PICKLES, Found, Source, Weight
@@ -41,8 +41,6 @@ from .manifest import (
 )
 
 _Converted = tuple["ConvertedLayer | None", dict[str, Tensor], LayerSpec | None]
-# The time of a kept value in blocks of a size, relative to blocks of 128: what small blocks cost on GPUs.
-_BLOCK_COSTS = {128: 1.0, 64: 1.1, 32: 1.4, 16: 1.7}
 _OF_2_4 = 0.75  # of the time of dense blocks
 _WORTH = 0.9  # of a dense product: above, weights that are not quantized stay dense
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
@@ -352,7 +350,7 @@ def _choice(weight: Weight, structure: Structure, activations: bool) -> _Choice 
         if SCALE_GROUP not in structure.kept:
             return "blocks of 128 x 128 with a scale do not divide it"
         return _Choice("float8_e4m3fn", SCALE_GROUP, None, "float8_e4m3fn")
-    costs = {(size, False): kept * _BLOCK_COSTS[size] for size, kept in structure.kept.items()}
+    costs = {(size, False): kept * BLOCK_COSTS[size] for size, kept in structure.kept.items()}
     if structure.most_of_four <= 2:
         of_2_4 = {(size, True): _OF_2_4 * cost for (size, _), cost in costs.items() if size >= COMPRESSIBLE}
         costs |= of_2_4

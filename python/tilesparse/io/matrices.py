@@ -57,7 +57,7 @@ def _check_size(shape: tuple[int, ...]) -> None:
     if shape[0] * shape[1] > _LARGEST:
         raise UnsupportedError(
             f"the matrix must have at most {_LARGEST} elements, got {shape[0]} x {shape[1]}; "
-            "a BlockSparseMatrix of its blocks holds no zeros"
+            "BlockSparseMatrix.from_scipy takes what scipy.sparse.load_npz returns"
         )
 
 

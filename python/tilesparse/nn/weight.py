@@ -589,6 +589,8 @@ def lacks_pattern(layer: StoredWeight) -> bool:
 
 def check_whole(layer: StoredWeight, method: str) -> None:
     """Raise UnsupportedError unless this process has the whole weight, as a parameter."""
+    if "weight" not in layer._parameters:
+        raise UnsupportedError(f"{method} needs the weight as a parameter; remove what parametrizes it first")
     if is_sharded(layer.weight):
         raise UnsupportedError(
             f"{method} needs the whole weight, got a sharded one; call it before fully_shard or "
