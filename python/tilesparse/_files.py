@@ -115,16 +115,22 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
         begin, end = end, end + tensors[name].nbytes
         dtype, shape = _NAMES[tensors[name].dtype], list(tensors[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    with file.open("wb") as stream:
-        stream.seek(len(_header_bytes(header)))
-        for name in names:
-            crc = 0
+    length = len(_header_bytes(header))
+    file.write_bytes(b"")
+
+    def write(name: str) -> str:
+        crc = 0
+        with file.open("r+b") as stream:
+            stream.seek(length + header[name]["data_offsets"][0])
             for chunk in _chunks(_on_host(tensors[name])):
                 crc = zlib.crc32(chunk, crc)
                 stream.write(chunk)
-            metadata[_CHECKSUM + name] = f"{crc:08x}"
-        stream.seek(0)
-        written = _header_bytes(header)
+        return f"{crc:08x}"
+
+    checksums = in_threads(write, names)
+    metadata |= {_CHECKSUM + name: crc for name, crc in zip(names, checksums, strict=True)}
+    written = _header_bytes(header)
+    with file.open("r+b") as stream:
         stream.write(written)
         stream.flush()
         os.fsync(stream.fileno())
@@ -201,6 +207,8 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 
 def opened(file: Path) -> BufferedReader:
     try:
+        if file.is_fifo():  # which would let everything wait
+            raise OSError("a pipe, no file")
         return file.open("rb")
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{file.name}: missing in {str(file.parent)!r}") from error

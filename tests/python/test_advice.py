@@ -201,6 +201,28 @@ def test_tables_name_layers_contenders_and_what_is_not_known(known_times: None) 
     assert (Path(__file__).parents[2] / "docs/recovery.md").exists() and "docs/recovery.md" in text
 
 
+def test_encoders_are_measured_as_one_operator() -> None:
+    bert = transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=96)).eval()
+    found = ts.advise(bert, {"input_ids": torch.randint(96, (2, 8))}, densities=[0.5], layers="encoder")
+    (name,) = found.fused
+    assert name == "density 0.5, 32x32, int8 W8A8" and f"{name}, the encoder fused" in str(found)
+    (total,) = (one.total for one in found.estimates() if one.contender == w8a8(0.5))
+    assert total == found.fused[name]
+    assert type(bert.encoder.layer) is nn.ModuleList
+
+
+def test_encoders_that_are_no_operator_are_named() -> None:
+    bert = transformers.BertModel(
+        transformers.BertConfig(**SIZES, vocab_size=96, hidden_act="gelu_new")
+    ).eval()
+    found = ts.advise(bert, {"input_ids": torch.randint(96, (2, 8))}, densities=[0.5], layers="encoder")
+    name = "density 0.5, 32x32, int8 W8A8, the encoder fused"
+    assert not found.fused and found.refused[name].startswith(
+        "encoder.layer: kernels do not have its activation"
+    )
+    assert f"not measured: {name}: encoder.layer" in str(found)
+
+
 class Idle(nn.Module):
     """Has a layer that it never calls."""
 

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -320,17 +322,157 @@ def test_layers_of_other_kinds(tmp_path: Path) -> None:
         tilesparse.load(nn.ModuleList([Conv1D(64, 128), nn.LSTM(8, 8)]), tmp_path)
 
 
-def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk leaves the former checkpoint, and nothing else."""
-    tilesparse.save(sparse_net(seed=1), tmp_path, max_shard_size="20KB")
-    before = contents(tmp_path)
-    for left in range(4):
-        calls = iter(range(left))
+CALLS = [
+    *((Path, name) for name in ("open", "rename", "replace", "unlink", "write_bytes", "chmod")),
+    *((os, name) for name in ("fsync", "rename", "replace")),
+    (shutil, "rmtree"),
+]
+
+
+@pytest.mark.parametrize(
+    ("again", "size"), [(True, "20KB"), (False, "5GB")], ids=["all fail from then on", "one fails"]
+)
+def test_saves_that_fail(again: bool, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a save ends, what is there is the old checkpoint or the new one, and what the user has."""
+    old, new = sparse_net(seed=1), sparse_net(seed=2)
+    outcomes: list[str] = []
+    for steps in range(200):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        (folder / CONFIG).write_text('{"hidden": 64}')
+        tilesparse.save(old, folder, max_shard_size="20KB")
+        left = [steps]
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", lambda _, calls=calls: next(calls))
-            with pytest.raises(StopIteration):
-                tilesparse.save(sparse_net(seed=2), tmp_path, max_shard_size="20KB")
-        assert contents(tmp_path) == before and {path.name for path in tmp_path.iterdir()} == {*before}
+            for owner, name in CALLS:
+                patch.setattr(owner, name, _failing(getattr(owner, name), left, again))
+            try:
+                tilesparse.save(new, folder, max_shard_size=size)
+            except (OSError, CheckpointError):
+                ended = "early"
+            else:
+                ended = "well"
+        outcomes.append(f"{ended}: {_which(folder, old, new)}")
+        if left[0] >= 0:
+            break
+        tilesparse.save(new, folder, max_shard_size=size)
+        assert _which(folder, old, new) == "new"
+        assert not list(folder.glob(".saved-*")) and (again or not list(folder.glob(".saving-*")))
+    assert list(dict.fromkeys(outcomes)) == ["early: old", "early: new", "well: new"]
+
+
+def _failing(function: Callable[..., Any], left: list[int], again: bool) -> Callable[..., Any]:
+    """Raises as on a full disk when so many calls have been made: then, or from then on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0 and (again or left[0] == -1):
+            raise OSError(28, "No space left on device")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _which(folder: Path, old: Net, new: Net) -> str:
+    """Which of two a folder loads, bit for bit; the user's own key is there in either case."""
+    assert json.loads((folder / CONFIG).read_text())["hidden"] == 64
+    loaded: Any = tilesparse.load(Net, folder)
+    is_new = torch.equal(*(net.get_parameter("sparse.weight") for net in (loaded, new)))
+    assert_same(loaded, new if is_new else old)
+    return "new" if is_new else "old"
+
+
+def constant(value: float) -> nn.Module:
+    """A model of one number, whose checkpoint has two shards of 10 KB."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), BlockSparseLinear(64, 64, False, 1, block_shape=64))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def constant_in(folder: Path) -> float:
+    parameters = tilesparse.load(lambda: constant(0), folder).parameters()
+    (value,) = {float(value) for tensor in parameters for value in tensor.detach().unique()}
+    return value
+
+
+KILLED = """
+import os, signal, sys, tilesparse
+from test_checkpoint import constant
+folder, size = sys.argv[1:]
+model = constant(2)
+for step in range(1000):
+    def traced(event, arguments, left=[step]):
+        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.chmod"):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        sys.addaudithook(traced)
+        tilesparse.save(model, f"{folder}/{step}", max_shard_size=size)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        print(step)
+        break
+"""
+SAVING = """
+import os, sys, tilesparse
+from test_checkpoint import constant
+children = []
+for value, size in ((1, "5GB"), (2, "10KB")):
+    children.append(os.fork())
+    if children[-1] == 0:
+        for _ in range(10):
+            tilesparse.save(constant(value), sys.argv[1], max_shard_size=size)
+        os._exit(0)
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+"""
+
+
+@pytest.mark.parametrize("size", ["10KB", "5GB"])
+def test_saves_that_are_killed(size: str, tmp_path: Path) -> None:
+    """At every file that is opened, renamed or removed."""
+    tilesparse.save(constant(1), tmp_path / "old", max_shard_size="10KB" if size == "5GB" else "5GB")
+    for step in range(100):
+        shutil.copytree(tmp_path / "old", tmp_path / str(step))
+    steps = int(run_anew(KILLED, tmp_path, size).stdout)
+    found = [constant_in(tmp_path / str(step)) for step in range(steps + 1)]
+    assert found == sorted(found) and set(found) == {1.0, 2.0} and steps > 10
+    tilesparse.save(constant(3), tmp_path / str(steps - 1))
+    assert {WEIGHTS, CONFIG} <= contents(tmp_path / str(steps - 1)).keys()
+
+
+def test_saves_at_the_same_time(tmp_path: Path) -> None:
+    """Of processes that are no ranks of each other: one is loaded, whole, meanwhile and afterwards."""
+    seen = set()
+    with ThreadPoolExecutor() as pool:
+        saving = pool.submit(run_anew, SAVING, tmp_path)
+        while not saving.done():
+            if (tmp_path / CONFIG).exists():
+                seen.add(constant_in(tmp_path))
+        saving.result()
+    assert seen <= {1.0, 2.0} and constant_in(tmp_path) in seen
+    assert all(path.is_file() and not path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+def test_a_save_over_one_that_was_cut_off_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others have written it, who do not know of the files that were not moved."""
+    first, second, third = (sparse_net(seed=seed) for seed in (1, 2, 3))
+    tilesparse.save(first, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            tilesparse.io.manifest,
+            "_sync",
+            _failing(tilesparse.io.manifest._sync, [1], True),
+        )
+        with pytest.raises(OSError, match="No space left"):
+            tilesparse.save(second, tmp_path)
+    assert_same(tilesparse.load(Net, tmp_path), second)
+    state = {name: tensor.clone() for name, tensor in third.state_dict().items()}
+    save_file(state, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps({"tilesparse": section(third)}))
+    assert_same(tilesparse.load(Net, tmp_path), third)
 
 
 def _with_extra_state() -> nn.Module:
@@ -465,6 +607,10 @@ def test_parameters_stay_the_same_objects(form: str, tmp_path: Path) -> None:
     [
         (lambda model: {model.sparse}, "'other' refers to 'sparse', which load replaces"),
         (lambda model: {"w": model.sparse.weight}, "\"other['w']\" refers to 'sparse.weight', which load"),
+        (lambda model: model.dense.weight.T, "'other' is on the meta device"),
+        (lambda model: [nn.Linear(2, 2)], "'other' is on the meta device"),
+        (lambda model: model.to("cpu"), "model_or_class must not move or read parameters"),
+        (lambda model: model.weight.norm().item(), "model_or_class must not move or read parameters"),
     ],
 )
 def test_references_that_loading_would_leave_behind(
@@ -625,7 +771,7 @@ def test_buffers_of_no_file(tmp_path: Path) -> None:
     tilesparse.save(saved, tmp_path)
     with torch.device("meta"):
         nowhere = Rotary()
-    with pytest.raises(CheckpointError, match=r"'angles': buffers without contents"):
+    with pytest.raises(CheckpointError, match=r"'angles': buffers without contents.*give load what makes"):
         tilesparse.load(nowhere, tmp_path)
     with init_empty_weights():
         empty = Rotary()
@@ -635,6 +781,56 @@ def test_buffers_of_no_file(tmp_path: Path) -> None:
         loaded: Any = tilesparse.load(given, tmp_path)
         assert torch.equal(loaded.angles, torch.arange(4.0))
         assert_same(loaded, saved)
+
+
+class Made(nn.Module):
+    """With tensors of all kinds that are made in ``__init__``."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        shared = nn.Parameter(torch.ones(4))
+        self.first, self.second = nn.Linear(4, 64), nn.Linear(4, 64)
+        self.first.weight = self.second.weight
+        self.scales = nn.ParameterList([shared, nn.Parameter(torch.zeros(2))])
+        self.shared = shared
+        self.steps = [value.item() for value in torch.linspace(0, 1, 3)]
+        self.table = torch.arange(3.0)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("angles", self.table.cos(), persistent=False)
+        self.attention = nn.MultiheadAttention(64, 2)
+        self.memory = nn.LSTM(4, 8)
+        self.sparse: nn.Module = BlockSparseLinear(64, 64, block_shape=32)
+        seen += [name for name, parameter in self.named_parameters() if not parameter.is_meta]
+        seen += [name for name, buffer in self.named_buffers() if buffer.is_meta]
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_only_parameters_are_made_on_the_meta_device(default: str, tmp_path: Path) -> None:
+    """In the thread that loads; and what was one parameter stays one."""
+    saved = Made([])
+    for parameter in saved.parameters():
+        nn.init.normal_(parameter)
+    tilesparse.save(saved, tmp_path)
+    others: list[nn.Linear] = []
+    wrong: list[str] = []
+
+    def build() -> Made:
+        thread = threading.Thread(target=lambda: others.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        return Made(wrong)
+
+    with torch.device(default):
+        loaded = tilesparse.load(build, tmp_path)
+    assert wrong == [] and not others[0].weight.is_meta and not nn.Linear(2, 2).weight.is_meta
+    assert_same(loaded, saved)
+    assert loaded.first.weight is loaded.second.weight and loaded.scales[0] is loaded.shared
+    assert loaded.steps == [0, 0.5, 1] and torch.equal(loaded.table, saved.table)
+    assert torch.equal(loaded.get_buffer("angles"), saved.get_buffer("angles"))
+    x = torch.randn(3, 4)
+    for kind, output in zip(("memory", "first"), (loaded.memory(x)[0], loaded.first(x)), strict=True):
+        found = getattr(saved, kind)(x)
+        torch.testing.assert_close(output, found[0] if kind == "memory" else found, rtol=0, atol=0)
 
 
 SAVING_WRONG: list[tuple[dict[str, Any], str]] = [
@@ -649,6 +845,7 @@ LOADING_WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"path": path}, "path must be the path") for path in ("file", None, 5, b"folder", ["a"])),
     ({"path": "nothing"}, "path must be a folder"),
     ({"path": "empty"}, f"{CONFIG}: missing in"),
+    ({"path": "pipe"}, f"{CONFIG}: cannot be read: a pipe, no file"),
     ({"device": "meta"}, "device must have memory"),
     ({"device": "no such"}, "device(: | must )"),
     *(({"model_or_class": model}, "model must be a torch.nn.Module") for model in (5, dict)),
@@ -671,7 +868,9 @@ def test_wrong_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
-    Path("empty").mkdir()
+    for name in ("empty", "pipe"):
+        Path(name).mkdir()
+    os.mkfifo(Path("pipe", CONFIG))
     tilesparse.save(sparse_net(), "folder", max_shard_size="100000")
     defaults = {"model": sparse_net()} if call is tilesparse.save else {"model_or_class": Net}
     before = sorted(Path().glob("**/*"))
@@ -735,9 +934,7 @@ def test_peak_of_memory(size: str, tmp_path: Path) -> None:
     assert held > 30e6
     code = (
         "import sys, torch, tilesparse; torch.set_num_threads(1); from torch import nn\n"
-        "def build():\n"
-        "    with torch.device('meta'):\n"
-        "        return nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(2)))\n"
+        "def build(): return nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(2)))\n"
         "def peak(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024\n"
         "tilesparse.load(lambda: nn.Linear(2, 2), sys.argv[2])\n"  # imports what is imported late
         "before = peak(); tilesparse.load(build, sys.argv[1]); print(peak() - before)"

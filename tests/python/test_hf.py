@@ -473,13 +473,28 @@ def test_files_whose_tensors_lie_at_odd_addresses(storage: str, tmp_path: Path) 
     assert torch.equal(other(**tokens).logits, model(**tokens).logits)
 
 
-def test_weights_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        patched("llama").save_pretrained(tmp_path / name)
-        tilesparse.save(patched("llama", density=0.25 if name == "one" else 0.5), tmp_path / name)
-    (tmp_path / "other/model.safetensors").replace(tmp_path / "one/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"does not belong to 'model\.safetensors'"):
-        LlamaForCausalLM.from_pretrained(tmp_path / "one")
+def test_a_save_that_was_cut_off_is_refused_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would read the new configuration and the old weights. `tilesparse.load` finds the new ones."""
+
+    def fail(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(28, "No space left on device")
+
+    old, new = patched("llama"), patched("llama")
+    new.model.layers[0].mlp.up_proj.reset_parameters()
+    old.save_pretrained(tmp_path)
+    tilesparse.save(old, tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), old)
+    with monkeypatch.context() as patching:
+        patching.setattr(tilesparse.io.manifest, "_sync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            tilesparse.save(new, tmp_path)
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors does not belong to .* cut off"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    tilesparse.save(tilesparse.load(llama, tmp_path), tmp_path)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path), new)
 
 
 def _load(folder: Path, kind: Any = LlamaForCausalLM, **options: Any) -> Any:

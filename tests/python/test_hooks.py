@@ -11,8 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import nn
 
+from tilesparse import BlockSparseLinear
 from tilesparse._hooks import adapt, when_imported
+from tilesparse.errors import UnsupportedError
+from tilesparse.integrations import hooks
 
 
 @pytest.fixture
@@ -99,3 +103,21 @@ assert not late, late
 from tilesparse.distributed import ColwiseParallel
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_save_pretrained_of_diffusers_refuses_block_sparse_layers() -> None:
+    class ModelMixin(nn.Module):
+        """As `diffusers.ModelMixin`, whose files have no place for the patterns."""
+
+        def save_pretrained(self, folder: str) -> str:
+            return folder
+
+    class Model(ModelMixin):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+    adapt(ModelMixin, "save_pretrained", hooks._refuse_to_save)
+    assert Model(nn.Linear(64, 64)).save_pretrained("folder") == "folder"
+    with pytest.raises(UnsupportedError, match=r"block-sparse layer 'layer'; call tilesparse\.save"):
+        Model(BlockSparseLinear(64, 64, block_shape=32)).save_pretrained("folder")

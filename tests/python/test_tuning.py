@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -377,6 +378,19 @@ def test_a_link_stays_one_and_others_may_read(path: Path, tmp_path: Path) -> Non
     (tmp_path / "plain").touch()
     assert kept.stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert len(tuning.load()[0]) == 1
+
+
+def test_threads_and_programs_that_measure_at_once_lose_nothing(path: Path) -> None:
+    products = [Product(64, 64, 1 << power, block_shape=32) for power in range(12)]
+    measured = tune(products, "cpu", candidates=1, timer=Clock(1.0, 2.0))
+    path.unlink()
+
+    def add(measurement: Measurement) -> None:
+        store.add_to_file(path, measurement)
+
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(add, measured))
+    assert {each.product for each in tuning.load()[0]} == set(products)
 
 
 def test_densities_that_round_are_measured(path: Path) -> None:

@@ -30,6 +30,7 @@ MLA = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rop
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SMALL, "num_experts": 8, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64},
     "qwen2_moe": {**SMALL, "num_experts": 8, "shared_expert_intermediate_size": 256},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128},
 }
@@ -87,8 +88,9 @@ def test_experts_may_stay_dense(tmp_path: Path) -> None:
     assert_same(served(tmp_path, look), greedy(model), 1e-5)
 
 
-def test_tensor_parallelism_of_experts(tmp_path: Path) -> None:
-    model = mixture("qwen3_moe", block_shape=(64, 128))
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_tensor_parallelism_of_experts(kind: str, tmp_path: Path) -> None:
+    model = mixture(kind, block_shape=(64, 128))
     model.save_pretrained(tmp_path / "model")
     assert_same(served_by_two(tmp_path), greedy(model), 1e-4)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_writable
+from .._checks import aligned, check_writable
 from ..config import STORAGES, BlockSparseConfig
 from ..errors import InvalidArgumentError
-from ..io.conversion import convert
+from ..io.conversion import ConvertReport, convert
 from ..prune.driver import METHODS, prune_
 from ..tuning.advise import DENSITIES, advise
+from ..tuning.product import choose, product_of_spec
 from .command import (
     DTYPES,
     add_device,
@@ -146,13 +149,51 @@ def _samples(tokenizer: Any, text: str, samples: int, length: int) -> list[dict[
 
 def add_convert(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    command.add_argument("source", type=Path, help="a folder, or a file of .safetensors, .pt, .pth or .bin")
+    command.add_argument("source", type=Path, help="a folder, or a file of .safetensors, .pt, .npz or .mtx")
     command.add_argument("folder", type=Path, nargs="?", help="to write to, empty or new (a report alone)")
     command.add_argument("--dtype", choices=DTYPES, help="of activations (default: as the checkpoint says)")
     command.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="of a file (%(default)s)")
+    command.add_argument(
+        "--tokens", type=int, nargs="+", default=(), help="of products whose times to estimate"
+    )
+    command.add_argument("--prune", type=Path, metavar="TEXT", help="prune afterwards, calibrated on a text")
+    command.add_argument("--density", type=float, default=0.5, help="of --prune (%(default)s)")
+    add_device(command)
 
 
 def run_convert(arguments: argparse.Namespace) -> None:
     """Convert, and print what is in the checkpoint."""
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    print(convert(arguments.source, arguments.folder, dtype=dtype, max_shard_size=arguments.max_shard_size))
+    folder: Path | None = arguments.folder
+    if arguments.prune is None:
+        between: Any = nullcontext(folder)
+    elif folder is None:
+        raise InvalidArgumentError("folder must be given with --prune, got none")
+    else:
+        between = tempfile.TemporaryDirectory(dir=folder.absolute().parent)
+    with between as target:
+        report = convert(arguments.source, target, dtype=dtype, max_shard_size=arguments.max_shard_size)
+        print(report)
+        if arguments.prune is not None:
+            command = argparse.ArgumentParser()
+            add_prune(command)
+            options = [target, str(folder), f"--text={arguments.prune}", f"--density={arguments.density}"]
+            run_prune(command.parse_args([*options, f"--device={arguments.device}"]))
+    if arguments.tokens:
+        print("\n".join(aligned(_times(report, arguments.tokens, arguments.device))))
+
+
+def _times(report: ConvertReport, tokens: list[int], device: torch.device) -> list[tuple[str, ...]]:
+    """Return estimated times of the products of each kind of weight."""
+    rows = {("shape", "stored", "tokens", "us", "dense us", "kernel"): None}
+    for layer in report.layers:
+        for count in tokens if layer.spec is not None else ():
+            assert layer.spec is not None
+            choice = choose(
+                product_of_spec(layer.spec, count, "forward", layer.spec.activations), device, policy="auto"
+            )
+            times = [choice.microseconds, choice.dense_microseconds]
+            own, dense = ("-" if time is None else f"{time:.1f}" for time in times)
+            shape = "x".join(map(str, layer.spec.shape))
+            rows[shape, layer.storage, str(count), own, dense, choice.kernel or "dense"] = None
+    return [*rows]

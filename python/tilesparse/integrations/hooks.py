@@ -23,6 +23,11 @@ def register() -> None:
     """Have each library call back, now or as soon as it is imported."""
     for module, callback, otherwise in (
         (
+            "diffusers.models.modeling_utils",
+            lambda module: adapt(module.ModelMixin, "save_pretrained", _refuse_to_save),
+            "save_pretrained will write block-sparse layers that nothing loads; use tilesparse.save",
+        ),
+        (
             "torch.distributed.checkpoint.default_planner",
             lambda module: adapt(module, "create_default_local_load_plan", _compare_and_plan),
             "torch.distributed.checkpoint will cast values of 8 or 4 bits into layers of another storage",
@@ -36,6 +41,11 @@ def register() -> None:
             "transformers.quantizers.auto",  # where Transformers keeps quantization methods
             lambda module: importlib.import_module(_HF),
             "from_pretrained will not load block-sparse layers, and save_pretrained will not describe them",
+        ),
+        (
+            "transformers.quantizers.auto",
+            lambda module: adapt(module.AutoQuantizationConfig, "from_dict", _refuse_dropped_formats),
+            "from_pretrained may give random weights for sparse checkpoints of compressed-tensors",
         ),
         (
             "transformers.modeling_utils",
@@ -111,7 +121,23 @@ def _compare_and_plan(
     return plan(state_dict, metadata, *args, **kwargs)
 
 
-# ---- Transformers ----
+# ---- Transformers and Diffusers ----
+
+
+_DROPPED = ("sparse-bitmask", "sparse-24-bitmask", "marlin-24")  # formats of compressed-tensors
+
+
+def _refuse_dropped_formats(parse: Any, quantization_config_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse checkpoints whose sparse weights nothing in Transformers reads any more."""
+    sparsity = quantization_config_dict.get("sparsity_config")
+    formats = {quantization_config_dict.get("format")}
+    formats |= {sparsity.get("format")} if isinstance(sparsity, Mapping) else set()
+    if found := sorted(formats & {*_DROPPED}):
+        raise UnsupportedError(
+            f"the checkpoint stores weights as {found[0]}, which Transformers no longer reads: run "
+            "tilesparse convert SOURCE FOLDER, and load that folder"
+        )
+    return parse(quantization_config_dict, *args, **kwargs)
 
 
 def configurations(model: Any) -> dict[str, dict[str, Any]]:
@@ -139,6 +165,19 @@ def _describe_and_save(save: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _follow_to_save(model: Any) -> None:
     if _HF in sys.modules:
         sys.modules[_HF].follow_to_save(model)
+
+
+def _refuse_to_save(save: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse block-sparse layers, which Diffusers has no way to describe or load."""
+    from ..nn.linear import BlockSparseLinear
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, BlockSparseLinear):
+            raise UnsupportedError(
+                f"save_pretrained of Diffusers cannot describe the block-sparse layer {name!r}; call "
+                "tilesparse.save and tilesparse.load"
+            )
+    return save(model, *args, **kwargs)
 
 
 # ---- PEFT ----

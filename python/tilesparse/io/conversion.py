@@ -6,9 +6,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,18 +130,20 @@ def convert(
 ) -> ConvertReport:
     """Convert a checkpoint of another library to one that `load`, Transformers and vLLM read.
 
-    Weights are stored as their zeros and codes allow without rounding: blocks, 2:4, 8 or 4 bits with the
-    scales of the file. What fits no structure stays dense and is reported; nothing is pruned.
+    Weights are read two at a time and stored as their zeros and codes allow without rounding: blocks, 2:4, 8
+    or 4 bits with the scales of the file. What fits no structure stays dense and is reported; nothing is
+    pruned.
 
     Args:
         source: a folder of safetensors files or of files of `torch.save`, or one file: .safetensors, .pt,
-            .pth or .bin. Formats: compressed-tensors sparse-bitmask, sparse-24-bitmask, int-quantized,
-            float-quantized and pack-quantized, float8 with scales for blocks of 128 x 128,
-            torch.nn.utils.prune, modelopt, and dense weights with zeros.
+            .pth, .bin, a matrix of scipy (.npz) or Matrix Market (.mtx, .mtx.gz). Formats:
+            compressed-tensors sparse-bitmask, sparse-24-bitmask, int-quantized, float-quantized and
+            pack-quantized, float8 with scales for blocks of 128 x 128, torch.nn.utils.prune, modelopt,
+            pytorch_block_sparse, and dense weights with zeros.
         folder: the new checkpoint, empty or not there yet; None writes nothing and only reports.
         dtype: of activations, biases and dequantized weights where weights are quantized; None is that of the
             configuration, or bfloat16.
-        max_shard_size: as of `save`; memory holds one such file and one weight.
+        max_shard_size: as of `save`; memory holds one such file and two weights.
 
     Raises:
         CheckpointError: a file is damaged or contradicts another; nothing was written.
@@ -216,8 +222,9 @@ def _converted(
         if shards is not None:
             shards.add(name, tensor)
     layers, entries = list[ConvertedLayer](), dict[str, Any]()
-    for found in weights:
-        layer, tensors, spec = _converted_weight(source, found, dtype)
+    for found, (layer, tensors, spec) in _two_at_a_time(
+        partial(_converted_weight, source, dtype=dtype), weights
+    ):
         if layer is None:
             copied += 1
         else:
@@ -228,6 +235,21 @@ def _converted(
             for own, tensor in tensors.items():
                 shards.add(joined(found.name, own), tensor)
     return ConvertReport(tuple(layers), copied), entries
+
+
+def _two_at_a_time(
+    function: Callable[[Found], _Converted], weights: Iterable[Found]
+) -> Iterator[tuple[Found, _Converted]]:
+    """Yield each weight with its result, of which no more than two wait."""
+    with ThreadPoolExecutor(2) as pool:
+        pending = deque[tuple[Found, Future[_Converted]]]()
+        for found in weights:
+            pending.append((found, pool.submit(function, found)))
+            if len(pending) == 2:
+                first, result = pending.popleft()
+                yield first, result.result()
+        for last, result in pending:
+            yield last, result.result()
 
 
 @torch.no_grad()
@@ -244,7 +266,7 @@ def _converted_weight(source: Source, found: Found, dtype: torch.dtype) -> _Conv
     if weight.reason:  # dequantized
         weight = weight._replace(values=weight.values.to(dtype))
     nonzero = _nonzero(weight)
-    structure = _structure(nonzero)
+    structure = _structure(nonzero, 1 if weight.slots is None else 2)
     before = sum(map(source.nbytes, found.tensors.values()))
     choice = _choice(weight, structure, source.settings.activations and found.format.name != "pack-quantized")
     reason = (weight.reason or choice) if isinstance(choice, str) else ""
@@ -254,6 +276,9 @@ def _converted_weight(source: Source, found: Found, dtype: torch.dtype) -> _Conv
         own_dtype = weight.values.dtype if weight.scales is None else dtype
         tensors, spec = {"weight": weight.dense(own_dtype)}, None
     else:
+        if weight.slots is not None and choice.nm is None:
+            weight = weight.expanded()
+            nonzero = _nonzero(weight)
         tensors, spec = _stored(weight, nonzero, choice, dtype)
     after = sum(tensor.nbytes for tensor in tensors.values())
     layer = ConvertedLayer(
@@ -273,33 +298,41 @@ def _nonzero(weight: Weight) -> Tensor:
     return (weight.values.view(torch.uint8) & 127 if is_float8 else weight.values) != 0
 
 
-def _structure(nonzero: Tensor) -> Structure:
-    """Return the structure of a matrix of bools."""
-    rows, columns = nonzero.shape
+def _structure(nonzero: Tensor, per: int = 1) -> Structure:
+    """Return the structure of a matrix of bools, each for ``per`` columns, see `Weight`."""
+    rows, columns = nonzero.shape[0], per * nonzero.shape[1]
     least, kept = min(BLOCK_SIZES), {}
     if rows % least == 0 and columns % least == 0:
-        tiles = _kept_blocks(nonzero, least)
+        tiles = _kept_blocks(nonzero, least, least // per)
         for size in BLOCK_SIZES:
             if rows % size == 0 and columns % size == 0:
-                kept[size] = float(_kept_blocks(tiles, size // least).double().mean())
+                kept[size] = float(_kept_blocks(tiles, size // least, size // least).double().mean())
     return Structure(
-        zeros=1 - int(nonzero.count_nonzero()) / max(1, nonzero.numel()),
-        most_of_four=_most(nonzero, 4),
-        most_of_eight=_most(nonzero, 8),
+        zeros=1 - int(nonzero.count_nonzero()) / max(1, rows * columns),
+        most_of_four=_most(nonzero, 4 // per),
+        most_of_eight=_most(nonzero, 8 // per),
         kept=kept,
     )
 
 
-def _kept_blocks(nonzero: Tensor, size: int) -> Tensor:
-    """Return which blocks [R, C] of a matrix of bools have a nonzero."""
-    return blocks_of(nonzero, (size, size)).amax((2, 3))
+def _kept_blocks(nonzero: Tensor, height: int, width: int) -> Tensor:
+    """Return uint8 [R, C]: which blocks of a matrix of bools have a nonzero, in the fastest order."""
+    rows, columns = nonzero.shape[0] // height, nonzero.shape[1]
+    bands = nonzero.view(torch.uint8).view(rows, height, columns).amax(1)
+    return bands.view(rows, columns // width, width).amax(2)
 
 
 def _most(nonzero: Tensor, size: int) -> int:
-    """Return the largest number of nonzeros in neighbours of a row."""
+    """Return the largest number of nonzeros in two, four or eight neighbours of a row."""
     if nonzero.shape[1] % size or not nonzero.numel():
         return size
-    return int(nonzero.view(torch.uint8).view(-1, size).sum(1, dtype=torch.uint8).max())
+    most, of_words = 0, {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    halves = [bits for bits in (32, 16, 8) if bits < 8 * size]
+    for words in torch.split(nonzero.view(of_words).flatten(), 1 << 17):  # which a cache holds
+        for bits in halves:
+            words = words + (words >> bits)  # the lowest byte counts the bools of all
+        most = max(most, int((words & 15).max()))
+    return most
 
 
 class _Choice(NamedTuple):
@@ -344,10 +377,11 @@ def _stored(
 ) -> tuple[dict[str, Tensor], LayerSpec]:
     """Return the tensors of a layer with this weight, and its spec."""
     size, (storage, _, nm, activations) = choice.size, choice
-    pattern = BlockPattern.from_block_mask(_kept_blocks(nonzero, size), block_shape=size)
+    width = size if weight.slots is None else size // 2  # of values
+    pattern = BlockPattern.from_block_mask(_kept_blocks(nonzero, size, width).bool(), block_shape=size)
     rows, columns = pattern.block_indices()
     integers = weight.values.view(torch.uint8) if weight.values.itemsize == 1 else weight.values
-    blocks = blocks_of(integers, (size, size))[rows, columns].view(weight.values.dtype)
+    blocks = blocks_of(integers, (size, width))[rows, columns].view(weight.values.dtype)
     tensors = {name: getattr(pattern, name) for name in INDEX_NAMES}
     granularity = None
     if weight.scales is not None:
@@ -360,7 +394,10 @@ def _stored(
             of_rows = scales.view(-1, size, scales.shape[1])
             granularity, tensors["scales"] = "row", of_rows[rows, :, columns * size // group]
         tensors["scales"] = tensors["scales"].contiguous()
-    if nm is not None:
+    if weight.slots is not None:
+        tensors["weight"] = blocks
+        tensors["metadata"] = _metadata(blocks_of(weight.slots, (size, size // 8))[rows, columns])
+    elif nm is not None:
         mask = blocks_of(nonzero, (size, size))[rows, columns]
         tensors["weight"], tensors["metadata"] = compress(blocks, mask)
     elif storage == "int4":
@@ -377,3 +414,20 @@ def _stored(
         activations=activations,
     )
     return tensors, spec
+
+
+@cache
+def _pairs() -> Tensor:
+    """Return uint8 [256]: the metadata of the two fours of a byte of slots, two bits for each place."""
+    found = [0] * 256
+    for (a, b), (c, d) in product(combinations(range(4), 2), repeat=2):
+        found[1 << a | 1 << b | 16 << c | 16 << d] = a | b << 2 | c << 4 | d << 6
+    return torch.tensor(found, dtype=torch.uint8)
+
+
+def _metadata(slots: Tensor) -> Tensor:
+    """Return the metadata [nnz, bk / 32, bn] of blocks of slots [nnz, bn, bk / 8]."""
+    nnz, rows, bytes = slots.shape
+    halves = _pairs()[slots.int()].view(torch.int16)  # of 16 columns
+    halves = halves.view(nnz, rows // 16, 2, 8, bytes // 4, 2).permute(0, 4, 1, 3, 5, 2)
+    return halves.contiguous().view(torch.int32).view(nnz, bytes // 4, rows)

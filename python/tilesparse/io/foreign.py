@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from .._checks import QUANTIZED, SCALE_GROUP
 from .._files import StoredTensor, checked_texts, named, read_header, read_json, read_tensor, sentence
 from ..errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from .manifest import CONFIG, INDEX, WEIGHTS
+from .matrices import MATRICES, read_matrix
 
 PICKLES = (".pt", ".pth", ".bin")
 
@@ -23,10 +23,13 @@ class Weight(NamedTuple):
     """One weight as its file has it: W is values, times scales where there are any.
 
     Attributes:
-        values: [out_features, in_features]: floats, or int8 and float8_e4m3fn codes.
+        values: [out_features, in_features], with ``slots`` half as many columns: floats, or int8 and
+            float8_e4m3fn codes.
         scales: float32 [out_features, groups of equal width along in_features], or [R, C] with ``blocks``.
         bits: 4 for int8 codes from -8 to 7, else 8; None without scales.
         blocks: True where scales belong to blocks of 128 x 128.
+        slots: uint8 [out_features, in_features / 8], bits of the two places in each four that values are of,
+            zeros among them; None where values are of all places.
         reason: why no storage holds these values exactly, which then are floats; empty otherwise.
     """
 
@@ -34,16 +37,25 @@ class Weight(NamedTuple):
     scales: Tensor | None = None
     bits: int | None = None
     blocks: bool = False
+    slots: Tensor | None = None
     reason: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
         """[out_features, in_features]."""
         rows, columns = self.values.shape
-        return rows, columns
+        return rows, columns if self.slots is None else 2 * columns
+
+    def expanded(self) -> Weight:
+        """Return the same weight with the values of all places."""
+        if self.slots is None:
+            return self
+        return self._replace(values=_placed(self.values, bools_of(self.slots)), slots=None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return W [out_features, in_features]."""
+        if self.slots is not None:
+            return self.expanded().dense(dtype)
         if self.scales is None:
             return self.values.to(dtype)
         (rows, columns), scales = self.shape, self.scales
@@ -78,9 +90,9 @@ class Settings(NamedTuple):
     activations: bool = False
 
 
-def _bitmask(parts: Parts, settings: Settings, *, is_2_4: bool) -> Weight:
-    """Read values [n] in the order of the bits, lowest first, that say where they are."""
-    shape, bits, values = parts["shape"].flatten(), parts["bitmask"], parts["compressed"].flatten()
+def _bits(parts: Parts) -> tuple[Tensor, int]:
+    """Return the checked bitmask, uint8 with the lowest bit first, and in_features."""
+    shape, bits = parts["shape"].flatten(), parts["bitmask"]
     if shape.dtype != torch.int64 or shape.numel() != 2:
         raise CheckpointError(f"shape must be two numbers of int64, got {list(shape.shape)} of {shape.dtype}")
     rows, columns = shape.tolist()
@@ -91,23 +103,56 @@ def _bitmask(parts: Parts, settings: Settings, *, is_2_4: bool) -> Weight:
         )
     if columns % 8 and bool((bits[:, -1] >> columns % 8).any()):
         raise CheckpointError("bitmask must have zeros behind the last column of a row, got ones")
-    mask = (bits[..., None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten(1).bool()
-    mask = mask[:, :columns].contiguous()
-    # Groups run over the whole matrix: one may cross the end of a row.
-    if is_2_4 and (mask.numel() % 4 or not bool((mask.view(-1, 4).sum(1) == 2).all())):
-        raise CheckpointError("bitmask must have two bits in every four, as 2:4 has, got another number")
-    starts, counts = parts.get("row_offsets"), mask.count_nonzero(1)
-    if starts is not None and not torch.equal(starts.flatten(), counts.cumsum(0) - counts):
-        raise CheckpointError("row_offsets must be where the rows of bitmask begin, got others")
-    if values.numel() != int(counts.sum()):
-        raise CheckpointError(
-            f"compressed must have a value for each of the {int(counts.sum())} bits that are set, got "
-            f"{values.numel()}"
-        )
+    return bits, columns
+
+
+def bools_of(bits: Tensor) -> Tensor:
+    """Return the bools [rows, 8 n] of bits [rows, n]."""
+    return (bits[..., None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten(1).bool()
+
+
+def _placed(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values, in the order of the mask, in a matrix with zeros elsewhere."""
+    _check_count(values, int(mask.count_nonzero()))  # several times as fast as a sum
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    placed.view(integers).masked_scatter_(mask, values.view(integers))  # which float8 does not have
-    return _scaled(Weight(placed), parts)
+    placed.view(integers).masked_scatter_(mask, values.flatten().view(integers))
+    return placed
+
+
+def _check_count(values: Tensor, count: int) -> None:
+    if values.numel() != count:
+        raise CheckpointError(
+            f"compressed must have a value for each of the {count} bits that are set, got {values.numel()}"
+        )
+
+
+def _bitmask(parts: Parts, settings: Settings) -> Weight:
+    bits, columns = _bits(parts)
+    mask = bools_of(bits)[:, :columns].contiguous()
+    starts = parts.get("row_offsets")
+    counts = mask.count_nonzero(1)
+    if starts is not None and not torch.equal(starts.flatten(), counts.cumsum(0) - counts):
+        raise CheckpointError("row_offsets must be where the rows of bitmask begin, got others")
+    return _scaled(Weight(_placed(parts["compressed"], mask)), parts)
+
+
+def _bitmask_2_4(parts: Parts, settings: Settings) -> Weight:
+    (bits, columns), values = _bits(parts), parts["compressed"]
+    if columns % 8 == 0:
+        pairs = bits - ((bits >> 1) & 0x55)
+        if bool(((pairs & 0x33) + ((pairs >> 2) & 0x33) != 0x22).any()):
+            raise CheckpointError(_NOT_2_4)
+        _check_count(values, 4 * bits.numel())
+        return _scaled(Weight(values.reshape(len(bits), columns // 2), slots=bits), parts)
+    # Groups run over the whole matrix: one may cross the end of a row.
+    mask = bools_of(bits)[:, :columns].contiguous()
+    if mask.numel() % 4 or not bool((mask.view(-1, 4).sum(1) == 2).all()):
+        raise CheckpointError(_NOT_2_4)
+    return _scaled(Weight(_placed(values, mask)), parts)
+
+
+_NOT_2_4 = "bitmask must have two bits in every four, as 2:4 has, got another number"
 
 
 def _scaled(weight: Weight, parts: Parts) -> Weight:
@@ -162,7 +207,7 @@ def _symmetric(weight: Weight, parts: Parts) -> Weight:
     if order is None and points is None:
         return weight
     of_columns = torch.arange(groups).repeat_interleave(columns // groups) if order is None else order.long()
-    codes = weight.values.float()
+    codes = weight.expanded().values.float()
     if points is not None:
         codes = codes - points.float()[:, of_columns]
     reason = "zero points" if points is not None else "columns in another order than their scales"
@@ -229,6 +274,24 @@ def _times_mask(weight: str, mask: str) -> Callable[[Parts, Settings], Weight]:
     return read
 
 
+def _hugging_face_blocks(parts: Parts, settings: Settings) -> Weight:
+    """Read a weight of pytorch_block_sparse, whose blocks of 32 x 32 are stored transposed."""
+    data, kept = parts["weight.data"], parts["weight.block_mask"]
+    columns, starts = parts["weight.cols_a"], parts["weight.row_start_ends_a"]
+    nnz = int(kept.sum()) if kept.dim() == 2 else -1
+    if data.shape != (32 * nnz, 32) or columns.shape != (nnz, 2) or starts.shape != (len(kept) + 1,):
+        raise CheckpointError("weight.data, block_mask, cols_a and row_start_ends_a must be of one pattern")
+    counts, blocks = starts.diff(), columns[:, 1].long()
+    rows = torch.arange(len(kept)).repeat_interleave(counts.clamp(0, kept.shape[1]).long())
+    places = kept.nonzero()
+    right = len(rows) == nnz and torch.equal(places, torch.stack([rows, columns[:, 0].long()], 1))
+    if not right or not torch.equal(blocks.sort().values, torch.arange(nnz)):
+        raise CheckpointError("cols_a and row_start_ends_a must list the blocks of block_mask, each once")
+    dense = torch.zeros(*kept.shape, 32, 32, dtype=data.dtype)
+    dense[kept.bool()] = data.view(nnz, 32, 32)[blocks].mT
+    return Weight(dense.transpose(1, 2).reshape(32 * kept.shape[0], 32 * kept.shape[1]))
+
+
 def _plain(parts: Parts, settings: Settings) -> Weight:
     return _scaled(Weight(parts["weight"]), parts)
 
@@ -244,19 +307,28 @@ def _format(name: str, needs: str, allows: str, read: Callable[[Parts, Settings]
     return Format(name, frozenset(needs.split()), frozenset(allows.split()), read)
 
 
-_BITS, _ZEROS = "compressed bitmask shape", "weight_zero_point weight_g_idx input_scale"
-_SCALED = f"weight_scale {_ZEROS}"
+_ZEROS = "weight_zero_point weight_g_idx input_scale"
 # The most particular first: a weight has the first format whose tensors are all there.
 FORMATS = (
     _format(
-        "sparse-bitmask", f"{_BITS} row_offsets", f"weight_scale {_ZEROS}", partial(_bitmask, is_2_4=False)
+        "marlin-24",
+        "weight_packed meta scale_packed",
+        "",
+        _refused("its places are permuted for one kernel; convert the checkpoint that it was made of"),
     ),
-    _format("sparse-24-bitmask", _BITS, f"weight_scale {_ZEROS}", partial(_bitmask, is_2_4=True)),
+    _format("sparse-bitmask", "compressed bitmask shape row_offsets", f"weight_scale {_ZEROS}", _bitmask),
+    _format("sparse-24-bitmask", "compressed bitmask shape", f"weight_scale {_ZEROS}", _bitmask_2_4),
     _format("pack-quantized", "weight_packed weight_scale weight_shape", _ZEROS, _packed),
     _format("float8 with block scales", "weight weight_scale_inv", "", _block_scales),
     _format("quantized", "weight weight_scale", _ZEROS, _plain),
     _format("torch.nn.utils.prune", "weight_orig weight_mask", "", _times_mask("weight_orig", "weight_mask")),
     _format("modelopt", "weight _weight_mask", "", _times_mask("weight", "_weight_mask")),
+    _format(
+        "pytorch_block_sparse",
+        "weight.data weight.block_mask weight.cols_a weight.row_start_ends_a",
+        "weight.rows_b weight.col_start_ends_b weight.blocks",
+        _hugging_face_blocks,
+    ),
     _format(
         "nn_pruning",
         "mask_module.context_modules.0.mask_scores",
@@ -273,7 +345,7 @@ FORMATS = (
 )
 _PARTS = (  # ends that nothing but a part of a weight has
     *("compressed", "bitmask", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv"),
-    *("weight_zero_point", "scale_packed", "weight_orig", "weight.data"),
+    *("weight_zero_point", "scale_packed", "weight_orig", "weight.data", "weight.block_mask"),
 )
 _ENDS = sorted({end for each in FORMATS for end in each.needs | each.allows}, key=len, reverse=True)
 
@@ -291,11 +363,11 @@ class Found(NamedTuple):
             parts = {end: source.tensor(name) for end, name in self.tensors.items()}
             return self.format.read(parts, source.settings)
         except (CheckpointError, UnsupportedError) as error:
-            raise type(error)(f"{self.name}: {self.format.name}: {error}") from error
+            raise type(error)(f"{self.name or 'the matrix'}: {self.format.name}: {error}") from error
 
 
 class Source:
-    """A checkpoint to read: a folder of safetensors files, one of them, or a file of `torch.save`.
+    """A checkpoint to read: a folder of safetensors files, or a file of `torch.save`, scipy or Matrix Market.
 
     Attributes:
         config: what its ``config.json`` has.
@@ -313,13 +385,16 @@ class Source:
             self._stored = read_header(path)[0]
         elif path.suffix in PICKLES:
             self._loaded = _load_pickle(path)
+        elif path.name.endswith(MATRICES):
+            self._loaded = {"weight": read_matrix(path)}
         elif not path.exists():
             raise CheckpointNotFoundError(
                 f"source must be a folder or a file, there is none at {str(path)!r}"
             )
         else:
             raise InvalidArgumentError(
-                f"source must be a folder, or a file of .safetensors, {', '.join(PICKLES)}, got {str(path)!r}"
+                f"source must be a folder, or a file of .safetensors, {', '.join((*PICKLES, *MATRICES))}, "
+                f"got {str(path)!r}"
             )
         self.settings = _settings(self.config.get("quantization_config"))
 
@@ -358,7 +433,7 @@ class Source:
         if stored is not None:
             return read_tensor(stored)
         loaded = self._loaded[name]
-        if loaded.layout == torch.strided:
+        if not _is_sparse(loaded):
             return loaded
         try:
             return loaded.to_dense()
@@ -420,11 +495,20 @@ def _settings(quantization: object) -> Settings:
 _LARGEST = 1 << 32  # elements of a sparse tensor, which is read with its zeros
 
 
+def _is_sparse(tensor: Tensor) -> bool:
+    from torch.sparse import SparseSemiStructuredTensor
+
+    return tensor.layout != torch.strided or isinstance(tensor, SparseSemiStructuredTensor)
+
+
 def _load_pickle(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file of `torch.save`, of which nothing is executed."""
+    from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
+
+    kinds: list[Any] = [SparseSemiStructuredTensorCUTLASS, SparseSemiStructuredTensorCUSPARSELT]
     checks: Any = torch.sparse.check_sparse_tensor_invariants
     try:
-        with checks():
+        with torch.serialization.safe_globals(kinds), checks():
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{file.name}: cannot be read as tensors alone: {sentence(error)}") from error
@@ -439,7 +523,8 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         )
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
-        is_dense = tensor.layout == torch.strided
-        if tensor.numel() > _LARGEST or (is_dense and tensor.nbytes > file.stat().st_size):
+        if isinstance(tensor, SparseSemiStructuredTensorCUSPARSELT):
+            raise UnsupportedError(f"{name}: a buffer of cuSPARSELt; convert the dense weight")
+        if tensor.numel() > _LARGEST or (not _is_sparse(tensor) and tensor.nbytes > file.stat().st_size):
             raise CheckpointError(f"{file.name}: {name}: {list(tensor.shape)} is more than the file can hold")
     return tensors

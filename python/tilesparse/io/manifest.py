@@ -5,9 +5,12 @@ docs/checkpoints.md has the format.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +136,8 @@ def checked_folder(path: object) -> Path:
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SHARD = "model-{:05}-of-{:05}.safetensors"
 _OWN_FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
-SAVING = ".saving-"  # a folder inside, of a save under way
+SAVING, _SAVED = ".saving-", ".saved-"  # folders inside: of a save under way, and of one that stands
+_LOCK = ".saving"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -185,28 +189,96 @@ class Shards:
         return {INDEX: write_json(self._folder / INDEX, index), **files}
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let other saves into a folder wait, of threads and processes alike, where the file system has locks.
+
+    The lock is a file's, since network file systems lock no folders for other hosts. Who holds it removes it,
+    so one that was opened before and locked afterwards locks nothing.
+    """
+    file = folder / _LOCK
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_at(file, descriptor):
+                continue
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    return False
+
+
 def put_in_place(temporary: Path, folder: Path, files: Iterable[str]) -> None:
-    """Replace the checkpoint of a folder by complete files, last ``config.json``, with their checksums."""
-    names = [*files, CONFIG]
-    former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name in names]
-    for old in former:
-        if old.is_dir():
-            raise IsADirectoryError(f"path must have a file as {str(old)!r}, got a folder")
-    for name in names:
-        (temporary / name).replace(folder / name)
-    for old in former:
-        if old.name not in names:
-            old.unlink()
+    """Replace the checkpoint of a folder, in one moment: when ``config.json`` is renamed.
+
+    Before, the former checkpoint stands. Afterwards the new one does, whose files `read_headers` finds in
+    ``.saved-…`` until they are moved as well, since ``config.json`` has their checksums. Of saves at the same
+    time one waits for the other here, so that all files in ``.saved-…`` are its own or left by one that was
+    killed.
+    """
+    with _alone_in(folder):
+        former = [old for old in folder.iterdir() if _OWN_FILES.fullmatch(old.name) or old.name == CONFIG]
+        for old in former:
+            if old.is_dir():
+                raise IsADirectoryError(f"path must have a file as {str(old)!r}, got a folder")
+        temporary.chmod(folder.stat().st_mode)  # who may read the folder may read what is not moved yet
+        _sync(temporary)
+        saved = temporary.rename(folder / temporary.name.replace(SAVING, _SAVED))
+        try:
+            (saved / CONFIG).replace(folder / CONFIG)
+        except BaseException:
+            if (saved / CONFIG).exists():
+                saved.rename(temporary)  # which its owner removes
+            raise
+        _sync(folder)
+        for name in files:
+            (saved / name).replace(folder / name)
+        _sync(folder)
+        for old in former:
+            if old.name not in (*files, CONFIG):
+                old.unlink()
+        for left in folder.glob(f"{_SAVED}*"):  # of earlier saves, too, that were killed
+            shutil.rmtree(left)
+
+
+def _sync(folder: Path) -> None:
+    """Flush the names in a folder to the disk, before anything that relies on them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def state_of(folder: Path) -> object:
+    """Return what a save changes wherever it replaces or moves files of a checkpoint."""
+    with suppress(OSError):
+        found = (folder / CONFIG).stat()
+        return found.st_ino, found.st_mtime_ns, sorted(folder.glob(f"{_SAVED}*/*"))
+    return None
 
 
 def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, StoredTensor]:
     """Return all tensors of the checkpoint; ``expected`` has the checksums of its files."""
     checksums: dict[str, str] = {}
     places: dict[str, str] | None = None
-    if (folder / WEIGHTS).exists():
+    # Where a save was cut off, files of the former one may lie beside these.
+    saved = [] if expected is None else sorted(folder.glob(f"{_SAVED}*"))
+    if WEIGHTS in expected if expected and saved else (folder / WEIGHTS).exists():
         shards = [WEIGHTS]
     else:
-        index, checksums[INDEX] = read_json(folder / INDEX)
+        index, checksums[INDEX] = read_json(_standing(folder, INDEX, saved, expected))
         with named(INDEX):
             places = checked_texts("weight_map", index.get("weight_map"))
         shards = sorted(set(places.values()))
@@ -215,7 +287,7 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
                 raise CheckpointError(f"{INDEX} must name safetensors files beside it, got {shown(shard)}")
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
-        tensors, checksums[shard] = read_header(folder / shard)
+        tensors, checksums[shard] = read_header(_standing(folder, shard, saved, expected))
         if places is not None and set(tensors) != {name for name in places if places[name] == shard}:
             raise CheckpointError(f"{INDEX} names other tensors in {shard} than there are")
         stored |= tensors
@@ -226,7 +298,23 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
     return stored
 
 
+def _standing(folder: Path, name: str, saved: Iterable[Path], expected: Mapping[str, str] | None) -> Path:
+    """Return the place of a file, which a save that was cut off may not have moved."""
+    for file in (place / name for place in saved):
+        with suppress(CheckpointError):
+            checksum = read_json(file)[1] if name == INDEX else read_header(file)[1]
+            if expected and checksum == expected.get(name):
+                return file
+    return folder / name
+
+
 def check_belongs(name: str, checksum: str, expected: Mapping[str, str] | None) -> None:
-    """Check that a file is the checkpoint's; ``expected`` has the checksums of its files, or nothing."""
+    """Check that a file, which others read from its place, was not left there by a save that was cut off.
+
+    ``expected`` has the checksums of the checkpoint's files; None and nothing are as good.
+    """
     if expected and expected.get(name) != checksum:
-        raise CheckpointError(f"{CONFIG}: does not belong to {shown(name)}, or that is damaged")
+        raise CheckpointError(
+            f"{name} does not belong to {CONFIG}; where tilesparse.save was cut off, tilesparse.load reads "
+            "the checkpoint, and saving it again makes it whole"
+        )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._checks import DTYPES, Index, check_module, checked_device
@@ -37,6 +41,7 @@ from .manifest import (
     parsed_layers,
     read_headers,
     read_section,
+    state_of,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -64,10 +69,11 @@ def load(
     `prepare`. Everything is read and checked before the model is changed, and on an error it is as it was.
     Parameters stay the same objects with the same ``requires_grad``, written in place where shape, dtype and
     device allow. Only weights of dense layers that become sparse are new ones: build optimizers afterwards.
+    A save into the folder meanwhile does no harm: one checkpoint or the other is loaded.
 
     Args:
         model_or_class: a model, on the meta device or not; or what makes one when it is called without
-            arguments.
+            arguments, whose parameters are on the meta device then, so that no other weights ever exist.
         path: of the folder.
         device: of all tensors; None leaves each where the model has it, and on the CPU if that is nowhere.
 
@@ -79,11 +85,21 @@ def load(
         CheckpointError: the checkpoint is damaged, newer than this library, or does not fit the model.
     """
     folder = checked_folder(path)
+    while True:
+        before = state_of(folder)
+        try:
+            return _load(model_or_class, folder, device)
+        except CheckpointError:
+            if state_of(folder) == before:
+                raise
+
+
+def _load(
+    model_or_class: Model | Callable[[], Model], folder: Path, device: torch.device | str | int | None
+) -> Model:
     forms, ties, files = read_section(folder)
     stored = read_headers(folder, files)
-    is_made = isinstance(model_or_class, nn.Module) or not callable(model_or_class)
-    model: Any = model_or_class if is_made else model_or_class()
-    check_module(model)
+    model = _built(model_or_class)
     check_can_change(model)
     with named(CONFIG):
         targets = targets_of(model, forms)
@@ -107,7 +123,7 @@ def load(
         assert isinstance(installed, BlockSparseLinear)
         declare_shared(installed)
     layers_changed(model)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _places(model: nn.Module, targets: Iterable[Target], device: torch.device | None) -> dict[str, _Place]:
@@ -145,7 +161,7 @@ def _kept(module: nn.Module, owner: nn.Module, attribute: str) -> Tensor | None:
 
 
 def _check_references(model: nn.Module, targets: Iterable[Target], places: Mapping[str, _Place]) -> None:
-    """Check that no plain attribute goes on to hold what is replaced."""
+    """Check that no plain attribute goes on to hold what is replaced, or a tensor without contents."""
     kept = {id(place.kept) for place in places.values()}
     gone: dict[nn.Module | Tensor, str] = {}
     for target in targets:
@@ -157,6 +173,11 @@ def _check_references(model: nn.Module, targets: Iterable[Target], places: Mappi
             raise CheckpointError(
                 f"model: {place!r} refers to {gone[held]!r}, which load replaces by a block-sparse layer; "
                 "set this attribute after loading"
+            )
+        if held.is_meta and id(held) not in kept:
+            raise CheckpointError(
+                f"model: {place!r} is on the meta device, and the checkpoint has no tensor for it; pass "
+                "an instance of the model whose tensors have contents"
             )
 
 
@@ -175,8 +196,9 @@ def _check_buffers(model: nn.Module, places: Mapping[str, _Place]) -> None:
     empty = [name for name, _, _, buffer in _non_persistent(model) if buffer.is_meta and buffer not in saved]
     if empty:
         raise CheckpointError(
-            f"model: {few(empty)}: buffers without contents, which no checkpoint has; pass a model "
-            "whose buffers are not on the meta device"
+            f"model: {few(empty)}: buffers without contents, which no checkpoint has; give load what makes "
+            f"the model, whose buffers have contents then, in place of a model on the meta device; where "
+            f"they are computed from parameters, pass an instance"
         )
 
 
@@ -315,6 +337,47 @@ def _write(kept: Tensor, content: Tensor, place: _Place) -> bool:
         return False
     kept.requires_grad_(trainable)
     return True
+
+
+def _built(model_or_class: Model | Callable[[], Model]) -> Model:
+    """Return the model, made on the meta device if it is given as what makes it."""
+    model: Any = model_or_class
+    try:
+        if callable(model) and not isinstance(model, nn.Module):
+            with torch.device("cpu"), _parameters_on_meta():
+                model = model()
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise CheckpointError(
+            "model_or_class must not move or read parameters, which are on the meta device while load makes "
+            f"the model: {error}; pass an instance of the model"
+        ) from error
+    check_module(model)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Have modules that this thread makes keep their parameters on the meta device, and all else where it is.
+
+    What becomes of other tensors no checkpoint says, so they need contents. A parameter moves when its module
+    gets it, before anything has been written to the memory of most. It stays the same object, so whatever
+    else refers to it gets the weights of the checkpoint as well. One that has views stays where it is.
+    """
+    thread = threading.get_ident()
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if threading.get_ident() == thread and type(parameter) is nn.Parameter and parameter.is_cpu:
+            with suppress(RuntimeError):
+                moved = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _layers(targets: Iterable[Target]) -> dict[str, BlockSparseLinear]:

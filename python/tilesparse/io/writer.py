@@ -49,8 +49,8 @@ def save(
 
     They hold all parameters and persistent buffers under the names of ``state_dict()``. A tensor that has
     several names is stored once. In a folder that exists the checkpoint is replaced, other keys of its
-    ``config.json`` and other files stay. All files are complete before the
-    first one is replaced. A model of Transformers gets the configurations that
+    ``config.json`` and other files stay. Wherever a save fails or is killed, what the folder loads is the
+    former checkpoint or the new one, whole. A model of Transformers gets the configurations that
     ``save_pretrained`` writes as well, so that ``from_pretrained`` loads the folder.
 
     Args:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +20,12 @@ from .._checks import aligned, check_block_shape, checked_fraction, listed, show
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model
-from ..calibrate.stream import device_of, listening, uncompiled
+from ..calibrate.stream import call_apart, device_of, listening, uncompiled
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
+from ..model.fuse import encoders_in, fuse_encoders
 from ..model.match import check_batch, chosen_layers, kept_blocks, matching, names_of_modules, parsed, reasons
+from ..model.replace import sparsify_
 from ..nn.experts import BlockSparseExperts, projections_of, reason_not_known
 from ..nn.linear import BlockSparseLinear, dense_weight, evaluating
 from .measure import Call, device_to_measure, layer_call, milliseconds, own_numbers
@@ -32,7 +37,7 @@ UNSTEADY = 1.1  # times as long as the call, from which layers were disturbed
 HOST_BOUND = 1.25  # times as long as the GPU works, from which a call waits for the host
 CAVEATS = (
     "Times of whole models are estimates: the sum of the measured products and of everything else, which is",
-    "taken to be constant. Other runtimes were not measured. Quality was not:",
+    "taken to be constant; with a fused encoder it was measured. Other runtimes were not. Quality was not:",
     "it depends on the model, on pruning and on training, in 8 bits as well. docs/pruning.md and",
     "docs/recovery.md have what was measured for some models, and on which texts.",
 )
@@ -43,6 +48,7 @@ _CPU_DECODE_TOKENS = 8  # that kernels for int4 take there
 _SECONDS = 40.0  # for the calls of all layers, about
 _REPETITIONS = 3, 21  # of a call, at least and at most
 _CALLS = 7  # of the whole model
+_FUSED = ", the encoder fused"  # in tables
 
 
 @torch.no_grad()
@@ -97,6 +103,7 @@ def advise(
         tokens = max(group.tokens for group in groups)
         contenders = contenders_for(device, dtype, densities, shapes, tokens)
         measured, refused = _measured(groups, contenders, device)
+        fused, apart = _fused(model, batch, groups, contenders)
     return AdviceReport(
         recorded(device),
         _versions(device),
@@ -104,8 +111,32 @@ def advise(
         whole,
         busy,
         rest if busy_in_rest is None else busy_in_rest,
-        {describe_way(contender): reason for contender, reason in refused.items()},
+        {describe_way(contender): reason for contender, reason in refused.items()} | apart,
+        fused,
     )
+
+
+def _fused(
+    model: nn.Module, batch: Any, groups: Sequence[_Called], contenders: Sequence[Way]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return milliseconds of copies whose encoder is one operator, on a CPU, and why others have none."""
+    found: dict[str, float] = {}
+    apart: dict[str, str] = {}
+    names = [re.escape(name) for group in groups if group.experts is None for name in group.calls]
+    device = device_of(model)
+    for contender in contenders if device.type == "cpu" and encoders_in(model) else ():
+        if not isinstance(contender, BlockSparseConfig) or contender.activations != "int8":
+            continue
+        twin, name = copy.deepcopy(model), describe_way(contender)
+        with warnings.catch_warnings(), contextlib.ExitStack() as undo:
+            warnings.simplefilter("ignore")  # of empty blocks
+            sparsify_(twin, dict.fromkeys(names, contender), strict=False)
+            encoders = fuse_encoders(twin.requires_grad_(False), partial(call_apart, twin, batch), undo)
+            if any(encoder.reason is None for encoder in encoders):
+                (found[name],) = milliseconds([partial(call_model, twin, batch)], device, _CALLS)
+            else:
+                apart[name + _FUSED] = "; ".join(f"{encoder.name}: {encoder.reason}" for encoder in encoders)
+    return found, apart
 
 
 def _measured(
@@ -405,7 +436,8 @@ class Estimate:
     Attributes:
         contender: how the layers are computed: a config, or a dense one, see `MeasuredLayers`.
         layers: milliseconds in these layers: the sum of what was measured.
-        total: milliseconds of the call: ``layers`` and the rest, which is taken to be constant.
+        total: milliseconds of the call: ``layers`` and the rest, which is taken to be constant, or what was
+            measured where an encoder is one operator.
     """
 
     contender: Way
@@ -425,6 +457,8 @@ class AdviceReport:
         busy: milliseconds that a GPU works in it; None on the CPU, or where the profiler does not know.
         rest: milliseconds of a call outside the measured layers, of a GPU those that it works.
         refused: contenders that nothing here computes, and why.
+        fused: milliseconds of a call of the model whose encoder `prepare_for_inference_` makes one operator,
+            by the words for a contender.
     """
 
     device: Device
@@ -434,6 +468,7 @@ class AdviceReport:
     busy: float | None
     rest: float
     refused: Mapping[str, str]
+    fused: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -455,7 +490,8 @@ class AdviceReport:
     def estimates(self) -> list[Estimate]:
         """Return an estimate for each contender, in their order."""
         times = {contender: self._in_layers(contender) for contender in self.contenders}
-        return [Estimate(contender, time, time + self.rest) for contender, time in times.items()]
+        totals = (self.fused.get(describe_way(one), time + self.rest) for one, time in times.items())
+        return [Estimate(*own, total) for own, total in zip(times.items(), totals, strict=True)]
 
     @property
     def best_dense(self) -> Estimate:
@@ -543,7 +579,8 @@ class AdviceReport:
         for one in self.estimates():
             times = f"{one.layers:.3f}", f"{one.total:.3f}"
             speedups = f"{dense / one.total:.2f}x", f"{best / one.total:.2f}x"
-            rows.append((describe_way(one.contender), *times, *speedups))
+            name = describe_way(one.contender)
+            rows.append((name + _FUSED * (name in self.fused), *times, *speedups))
         return [*aligned(rows), *(f"not measured: {name}: {why}" for name, why in self.refused.items())]
 
     def _recommendation(self) -> Iterator[str]:

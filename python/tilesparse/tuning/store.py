@@ -5,11 +5,12 @@ A document has sections. Each has the device and the versions that it was measur
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,10 @@ def kernel_number(name: str) -> int:
 
 
 def add_to_file(path: Path, measurement: Measurement) -> None:
-    """Add a measurement to a file, in place of one of the same product on the same device."""
+    """Add a measurement to a file, in place of one of the same product on the same device.
+
+    Other programs wait meanwhile where the file system locks folders, which leaves no file behind.
+    """
     device = recorded(measurement.device)
     fields = asdict(measurement.product) | {"dtype": dtype_name(measurement.product.dtype)}
     entry = {
@@ -163,13 +167,18 @@ def add_to_file(path: Path, measurement: Measurement) -> None:
         "microseconds": dict(measurement.microseconds),
         "dense_microseconds": measurement.dense_microseconds,
     }
-    sections, products = [], []
-    for section in read(path):
-        if "products" in section and _origin_of(section) == (device, _versions()):
-            products = [old for old in section["products"] if old["product"] != entry["product"]]
-        else:
-            sections.append(section)
-    write(path, [*sections, _section(device, _versions(), products=[*products, entry])])
+    with ExitStack() as stack:
+        with suppress(OSError):
+            folder = os.open(path.parent, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        sections, products = [], []
+        for section in read(path):
+            if "products" in section and _origin_of(section) == (device, _versions()):
+                products = [old for old in section["products"] if old["product"] != entry["product"]]
+            else:
+                sections.append(section)
+        write(path, [*sections, _section(device, _versions(), products=[*products, entry])])
 
 
 def count_measurement(measurement: Measurement) -> None:

@@ -301,8 +301,20 @@ class TileSparseConfig(QuantizationConfig):
 PROJECTIONS = ("gate_up", "up", "down")
 
 
-# What is computed between the projections, by vLLM's names.
-ACTIVATIONS = ("silu", "gelu")
+def swiglu_oai(both: Tensor) -> Tensor:
+    """Compute the activation of gpt-oss, whose gates and other features take turns."""
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def gelu_tanh(both: Tensor) -> Tensor:
+    """Compute the gated unit with GELU by its tanh."""
+    gate, up = both.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+# What is computed between the projections, by vLLM's names; None is what `BlockSparseExperts` has itself.
+ACTIVATIONS = {"silu": None, "gelu": None, "gelu_tanh": gelu_tanh, "swigluoai": swiglu_oai}
 
 
 class TileSparseExpertsMethod(FusedMoEMethodBase):
@@ -328,7 +340,7 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         parallel = self.moe.moe_parallel_config
         if self._activation not in ACTIVATIONS:
             return f"the activation {self._activation!r} of its experts is not known"
-        if self.moe.swiglu_limit is not None:
+        if self.moe.swiglu_limit is not None and self._activation != "swigluoai":
             return f"its activation has a limit of {self.moe.swiglu_limit}, which is not known"
         if layer.apply_router_weight_on_input:
             return "it multiplies the inputs of experts, not their results, by the weights of the router"
@@ -407,6 +419,8 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         begin, end = self._span_of_rank()
         assert spec.experts is not None
         parts = 2 * spec.experts
+        if self._activation == "swigluoai":  # whose gates and other features take turns
+            begin, end, parts = 2 * begin, 2 * end, spec.experts
         size = spec.shape[0] // parts
         if size == end - begin:
             return [(0, spec.shape[0])]
@@ -426,7 +440,11 @@ class TileSparseExpertsMethod(FusedMoEMethodBase):
         down, up = (experts_for_serving(self._cut.pop(name)) for name in sorted(self._tensors))
         for name in self._tensors:
             del layer._modules[name]
-        layer.experts = BlockSparseExperts(up, down, activation=self._activation)
+        function = ACTIVATIONS[self._activation]
+        if function is None:
+            layer.experts = BlockSparseExperts(up, down, activation=self._activation)
+        else:
+            layer.experts = BlockSparseExperts(up, down, apply_gate=lambda _, both: function(both))
         layer.experts.requires_grad_(False).eval()
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
