@@ -608,7 +608,7 @@ def test_parameters_stay_the_same_objects(form: str, tmp_path: Path) -> None:
         (lambda model: {model.sparse}, "'other' refers to 'sparse', which load replaces"),
         (lambda model: {"w": model.sparse.weight}, "\"other['w']\" refers to 'sparse.weight', which load"),
         (lambda model: model.dense.weight.T, "'other' is on the meta device"),
-        (lambda model: [nn.Linear(2, 2)], "'other' is on the meta device"),
+        (lambda model: [nn.Linear(2, 2)], "'other[0]' is on the meta device"),
         (lambda model: model.to("cpu"), "model_or_class must not move or read parameters"),
         (lambda model: model.weight.norm().item(), "model_or_class must not move or read parameters"),
     ],

@@ -261,10 +261,10 @@ HAYSTACK: dict[str, tuple[Callable[..., Any], float, float, float]] = {
 def haystack(density: float) -> Any:
     torch.manual_seed(0)
     chance = seeded(1)  # which misses all telling inputs, as drawing uniformly often does
-    options: Any = {"block_shape": PART, "density": density, "cover": False, "generator": chance}
-    first = BlockSparseLinear(
-        MIXED, 64, pattern=BlockPattern.random((64, MIXED), **options), generator=chance
-    )
+    mask = torch.zeros(64 // PART, MIXED // PART, dtype=torch.bool)
+    mask.view(-1)[torch.randperm(mask.numel(), generator=chance)[: round(density * mask.numel())]] = True
+    pattern = BlockPattern.from_block_mask(mask, block_shape=PART)
+    first = BlockSparseLinear(MIXED, 64, pattern=pattern, generator=chance)
     return nn.Sequential(first, nn.ReLU(), nn.Linear(64, 10))
 
 

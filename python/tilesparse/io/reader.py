@@ -174,7 +174,8 @@ def _check_references(model: nn.Module, targets: Iterable[Target], places: Mappi
                 f"model: {place!r} refers to {gone[held]!r}, which load replaces by a block-sparse layer; "
                 "set this attribute after loading"
             )
-        if held.is_meta and id(held) not in kept:
+        tensors = [held] if isinstance(held, Tensor) else [*held.parameters(), *held.buffers()]
+        if any(tensor.is_meta and id(tensor) not in kept for tensor in tensors):
             raise CheckpointError(
                 f"model: {place!r} is on the meta device, and the checkpoint has no tensor for it; pass "
                 "an instance of the model whose tensors have contents"
