@@ -46,6 +46,8 @@ MORE = [
     (96, 40),
     (128, 128),
 ]
+# Kernels of GPUs leave blocks that tensor cores have tiles for to others.
+IRREGULAR = [shape for shape in SHAPES + MORE if not {*shape} <= {16, 32, 64, 128}]
 
 
 def make_matrix(
@@ -113,7 +115,7 @@ def test_products_of_every_block_shape(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("name", "block_shape"),
-    [pytest.param(*pair, marks=pytest.mark.gpu) for pair in product(OF_GPUS, SHAPES + MORE)]
+    [pytest.param(*pair, marks=pytest.mark.gpu) for pair in product(OF_GPUS, IRREGULAR)]
     + [*product(OF_CPUS, SHAPES)],
     ids=str,
 )

@@ -156,14 +156,14 @@ def test_back_to_plain_blocks_and_to_masks_again() -> None:
 @pytest.mark.parametrize("transposable", [False, True])
 def test_the_host_does_not_wait(transposable: bool) -> None:
     model = make(transposable, dtype=torch.bfloat16, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     MaskSchedule(model, optimizer, every=1, decay=DECAY)
     train(model, optimizer, steps=range(1))
     optimizer.zero_grad()
     backward(model)
     before = masks_of(model)
     for parameter in model.parameters():
-        parameter.grad += 1
+        parameter.grad.neg_()
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer.step()
