@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from helpers import dense_weight
 from torch import nn
-from zoo import ZOO
 
 import tilesparse
 from tilesparse import _C, BlockSparseLinear, TileSparseError, errors, tuning
