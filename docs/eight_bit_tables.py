@@ -181,7 +181,7 @@ def quantized_smollm2() -> str:
 
 
 def _quality(measured: list[dict[str, Any]], shown: Callable[[float, float], str]) -> str:
-    """What each way of storing a model gives on both texts; `shown` takes it, and what dense blocks give."""
+    """Return a row for each way of storing a model; `shown` takes its result, and that of dense blocks."""
     lines = []
     for case in measured:
         plain = case["results"][0]

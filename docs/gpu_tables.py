@@ -39,7 +39,7 @@ def _eta(case: dict[str, Any]) -> float:
 
 
 def both_gpus() -> str:
-    """How much of the efficiency on one GPU the other one keeps."""
+    """Return the part of the efficiency on one GPU that the other one keeps."""
     lines = []
     for name, text in SETS.items():
         ratios = [ratio for ratio, *_ in _pairs(name)]

@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: files of the repository, and links to them and to the reference.
+"""Complete the site: files of the repository, and links to them and to the reference.
 
 MkDocs calls the functions whose names begin with ``on_``, see mkdocs.yml.
 """
@@ -87,7 +87,7 @@ def linked(code: re.Match[str], names: dict[str, str], here: str) -> str:
 
 
 def references(contents: dict[str, str]) -> dict[str, str]:
-    """How pages may write a public name, and the place on the site where it is explained.
+    """Return the spellings of public names in pages, and the places on the site that explain them.
 
     That is a whole name, one without ``tilesparse.``, or the last part alone, if it belongs to one thing only
     and is no plain word.
@@ -104,7 +104,7 @@ def references(contents: dict[str, str]) -> dict[str, str]:
 
 
 def place_of(target: str, page: str) -> str:
-    """Where on the site the file is to which a page of the site links, as the repository has it."""
+    """Return the place on the site of a file to which a page links, as the repository has it."""
     here = next((source for source, place in PAGES.items() if place == page), f"docs/{page}")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
     return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}")

@@ -1,4 +1,4 @@
-"""What all makers of tables need: results as they were measured, and Markdown."""
+"""Shared by all makers of tables: results as they were measured, and Markdown."""
 
 from __future__ import annotations
 

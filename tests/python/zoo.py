@@ -95,7 +95,7 @@ class Kind:
         uncalled: name of layers that are never called, which pruning has to leave out.
         fused: how many MLPs `fuse_mlps_` finds in a call.
         refused: steps that are refused, and a regular expression of the sentence that says so.
-        subclasses: whether its layers are subclasses of `torch.nn.Linear`, for which a patcher is overridden.
+        subclasses: whether its layers are subclasses of `torch.nn.Linear`, which `sparsify_` skips.
         adapted: layers that get LoRA, where PEFT does not take all linear ones of the dense model either.
         output: the name of what is compared.
         compiled: whether `run_zoo.py` compiles it, which is slow.

@@ -266,7 +266,7 @@ def _is_castable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 _PATTERN = "Tensor crow_indices, Tensor col_indices, Tensor slot, int[2] shape, int[2] block_shape"
 LIB: Any = torch.library.Library("tilesparse", "DEF")  # type: ignore[no-untyped-call]
-# What products take after their factors and the pattern: fields of `Epilogue` and `Operands`.
+# Arguments of products after their factors and the pattern: fields of `Epilogue` and `Operands`.
 OF_DDS_NN = "column_major", "metadata", "scales", "transposed", "offsets"
 OF_DDS_NT = (
     *("bias", "residual", "activation", "column_major", "metadata", "scales", "transposed", "gate"),

@@ -111,7 +111,7 @@ def _check(name: str, parameter: Any) -> None:
 
 
 class _Target(NamedTuple):
-    """Where the gradient of a parameter is written; None: it is not asked for.
+    """Destination of a parameter's gradient; None: it is not asked for.
 
     ``of``: the parameter, where that is beside it and not given to autograd.
     """

@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``advise`` and ``prune``."""
+"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``advise``, ``convert`` and ``prune``."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def check_plain(layer: StoredWeight, mesh: DeviceMesh) -> None:
             f"parallelize_module needs a plain parameter as weight, got {type(layer.weight).__name__}; "
             "call it before fully_shard, and without parametrizations"
         )
-    # Where there is a pattern, all processes look at the same one later: none may leave the others waiting.
+    # If there is a pattern, all processes look at the same one later: none may leave the others waiting.
     if layer.weight.is_meta and len(layer.col_indices) % mesh.size():
         raise InvalidPatternError(
             f"pattern must have a number of blocks that is a multiple of {mesh.size()}, the number of "

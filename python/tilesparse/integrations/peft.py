@@ -33,7 +33,7 @@ for _name in ("_get_in_out_features", "_get_base_layer_device_and_dtype"):
     if not hasattr(Linear, _name):  # what replaces it would read a block-sparse weight as a dense one
         raise ImportError(f"tilesparse needs PEFT with lora.Linear.{_name}, got {peft_version}")
 
-# Those that do not read the weight: the others take it for a dense matrix.
+# Initializations that do not read the weight: others take it for a dense matrix.
 _INITS = (True, False, "gaussian", "eva")
 _ROUNDING = 0.01  # of a product in TF32, as a loss
 

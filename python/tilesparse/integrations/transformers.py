@@ -1,8 +1,8 @@
 """Hugging Face's Transformers: `save_pretrained` and `from_pretrained` of models with block-sparse layers.
 
 `import tilesparse` suffices: once Transformers is imported as well, before or after, its `from_pretrained`
-knows the method "tilesparse" of a ``quantization_config``. The patcher and `from_pretrained` give a model a
-configuration that follows its layers, so that `save_pretrained` writes what they are at that moment.
+knows the method "tilesparse" of a ``quantization_config``. Functions that change layers and `from_pretrained`
+set the configuration of a model, and `save_pretrained` sets it anew, to what the layers are at that moment.
 docs/huggingface.md says more.
 """
 
@@ -270,8 +270,9 @@ def settle(name: str, layer: BlockSparseLinear) -> None:
 def follow(model: nn.Module) -> None:
     """Make the configurations of Transformers' models say what their block-sparse layers are.
 
-    The patcher and `from_pretrained` call it. Call it yourself after you have put `BlockSparseLinear` into a
-    model by other means, or have changed storages, by which the Trainer decides what may be trained.
+    Functions that change layers and `from_pretrained` call it. Call it yourself after you have put
+    `BlockSparseLinear` into a model by other means, or have changed storages, by which the Trainer decides
+    what may be trained.
     `save_pretrained` calls it in any case.
 
     Args:

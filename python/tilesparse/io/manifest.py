@@ -95,7 +95,7 @@ def read_section(folder: Path) -> tuple[dict[str, LayerSpec], dict[str, str], di
         raise CheckpointError(
             f"{CONFIG} must have a section {METHOD!r} or a quantization_config of that method, got neither"
         )
-    # Where both are there Transformers has carried the other along, from an earlier checkpoint.
+    # If both are there, Transformers has carried the other along, from an earlier checkpoint.
     own: Any = quantization if is_quantization else config[METHOD]
     with named(CONFIG):
         forms = parsed_layers(own)
@@ -273,7 +273,7 @@ def read_headers(folder: Path, expected: Mapping[str, str] | None) -> dict[str, 
     """Return all tensors of the checkpoint; ``expected`` has the checksums of its files."""
     checksums: dict[str, str] = {}
     places: dict[str, str] | None = None
-    # Where a save was cut off, files of the former one may lie beside these.
+    # If a save was cut off, files of the former one may lie beside these.
     saved = [] if expected is None else sorted(folder.glob(f"{_SAVED}*"))
     if WEIGHTS in expected if expected and saved else (folder / WEIGHTS).exists():
         shards = [WEIGHTS]

@@ -460,7 +460,7 @@ def _empty_experts(dense: Any, forms: Mapping[str, LayerSpec]) -> BlockSparseExp
 
 
 def _reason_not_replaceable(model: nn.Module, module: Any, aliases: list[str], form: LayerSpec) -> str | None:
-    # Also of classes that only a patcher of the user's own replaces: the checkpoint says that it did.
+    # Subclasses, too, although `sparsify_` skips them: the checkpoint says that this one was replaced.
     is_linear = isinstance(module, BlockSparseLinear | nn.Linear) or is_conv1d(module)
     if not is_linear or is_parametrized(module):
         return f"it must be a linear layer, got {type(module).__name__}"

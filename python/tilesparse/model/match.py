@@ -28,7 +28,7 @@ from ..storage.formats import storage_of
 
 Replacement: TypeAlias = BlockSparseLinear | BlockSparseExperts
 
-# What `torch.nn.Module` keeps of the hooks of a call. A new layer shares the containers, so that the
+# Attributes of `torch.nn.Module` with the hooks of a call. A new layer shares the containers, so that the
 # handles that were given out still remove their hooks.
 _HOOKS = (
     "_forward_pre_hooks",
@@ -377,7 +377,7 @@ class _WeightReads(TorchFunctionMode):
         self.calling.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Of attributes those count that are other views of the numbers, or their shape.
+        # Only attributes that are other views of the numbers, or their shape, count.
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute not in _ALIKE:
             for tensor in tensors_in((args, kwargs)):

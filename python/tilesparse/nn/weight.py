@@ -349,7 +349,7 @@ def check_agreement(index: Index) -> None:
 
 
 INDEX_NAMES = ("crow_indices", "col_indices", "slot")
-# What a layer takes over from another one of its shape: all but hooks and mode.
+# Attributes that a layer takes over from another one of its shape: all but hooks and mode.
 _STATE = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_origin", "_storage", "_storage_error"),
     *("_block_shape", "_dtype", "_nm", "_transposable", "_policy", "_activations", "_thaws", "_experts"),

@@ -1,4 +1,4 @@
-"""What becomes of layers that are quantized; and weights alone, rounded column by column as in GPTQ."""
+"""Forms of layers that are quantized; and weights alone, rounded column by column as in GPTQ."""
 
 from __future__ import annotations
 

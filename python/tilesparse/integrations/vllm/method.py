@@ -193,7 +193,7 @@ def _whole_sizes(layer: Any, output_size: int) -> list[int]:
     return list(getattr(layer, "output_sizes", [output_size]))
 
 
-# What models of vLLM merge that do not say so, or say so only when their layers are made.
+# Layers that models of vLLM merge without saying so, or say so only when their layers are made.
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 # Modules that Transformers renames while it reads and writes checkpoints, whose names vLLM keeps.
 RENAMED = {"block_sparse_moe": "mlp"}
@@ -313,7 +313,7 @@ def gelu_tanh(both: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-# What is computed between the projections, by vLLM's names; None is what `BlockSparseExperts` has itself.
+# Activations between the projections, by vLLM's names; None is what `BlockSparseExperts` has itself.
 ACTIVATIONS = {"silu": None, "gelu": None, "gelu_tanh": gelu_tanh, "swigluoai": swiglu_oai}
 
 

@@ -35,7 +35,7 @@ def sparse_part(
     with named(name):
         layer = BlockSparseLinear.from_state(spec, state, dtype)
     part = _cut(name, layer, rows, columns)
-    # Where the number of tokens decides, compiled code would keep the decision of one number for all.
+    # If the number of tokens decided, compiled code would keep the decision of one number for all.
     part.policy = "sparse" if part.policy == "auto" else part.policy
     return part
 
