@@ -1,4 +1,4 @@
-"""The ``tilesparse`` command: ``info``, ``bench``, ``tune``, ``demo``, ``advise``, ``convert`` and ``prune``."""
+"""The ``tilesparse`` command and its parts, such as ``info`` and ``prune``, see `COMMANDS`."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class FusedMLP:
 def fuse_mlps_(model: nn.Module, batch: Any = None) -> Report:
     """Replace every MLP that a call shows to be one by a `BlockSparseMLP`, see its `from_module`.
 
-    Call it when the layers are block-sparse: patched, pruned or loaded. They stay the same under the same
+    Call it when the layers are block-sparse: replaced, pruned or loaded. They stay the same under the same
     names, so state dicts, checkpoints and optimizers do not change, and a checkpoint loads into the model
     with or without them; a model that is made again has to be fused again. Hooks of its calls move.
 

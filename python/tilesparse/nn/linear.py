@@ -1,4 +1,4 @@
-"""Weights of dense layers, and the best blocks of them."""
+"""`BlockSparseLinear`, made from sizes or from the best blocks of a dense layer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Measure kernels and layers on the device at hand; all that this package measures is measured here.
 
-Estimates of kernels were fitted on one GPU. For given products, `tune` measures the kernels with the least
-estimates and the dense product, and writes the times to a file. Programs read the file when they import this
-package; a measured time then comes before estimates, in C++ as well as here.
+Estimates of kernels were fitted to an H100 and an H200. For given products, `tune` measures the kernels with
+the least estimates and the dense product, and writes the times to a file. Programs read the file when they
+import this package; a measured time then comes before estimates, in C++ as well as here.
 """
 
 from __future__ import annotations
