@@ -1,16 +1,11 @@
 """Print results of the benchmarks as Markdown.
 
-    python benchmarks/report.py results.json [more.json ...]
-    python benchmarks/report.py --break-even results.json ... > benchmarks/break_even.json
-
-With --break-even, of results of bench_ops.py, prints as JSON the density from
-which dense is faster, for each product and block size.
+python benchmarks/report.py results.json [more.json ...]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,12 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", nargs="+", help="that any of the benchmarks has written")
     parser.add_argument("--metric", choices=METRICS, default="efficiency", help="(%(default)s)")
-    parser.add_argument("--break-even", action="store_true", help="print these densities instead")
     arguments = parser.parse_args(argv)
     documents = [run for file in arguments.results for run in stored.documents(file).values()]
-    if arguments.break_even:
-        print(json.dumps(break_even(documents), indent=1))
-        return 0
     for document in documents:
         print(f"{_environment(document['environment'])}\n")
     cases = [case for document in documents for case in document["cases"]]
@@ -106,11 +97,8 @@ def rows_of(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
     ]
 
 
-def break_even(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The document: {"gpu", "dtype", "layers", "densities": {product: {block size: density}}}.
-
-    A density is the lower of those of the two layers, from this library's choice of kernels.
-    """
+def break_even(documents: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """From which density dense is faster: {product: {block size: density}}, the lower of two layers."""
     rows = [row for row in rows_of(documents) if _counts(row)]
     relative: dict[tuple[str, int, str], dict[float, float]] = defaultdict(dict)
     for row in rows:
@@ -120,15 +108,7 @@ def break_even(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for (op, block, _), times in sorted(relative.items()):
         density = round(crossing(times), 2)
         densities[op][str(block)] = min(density, densities[op].get(str(block), 1.0))
-    return {
-        "gpu": documents[0]["environment"]["gpu"],
-        "dtype": "bfloat16",
-        "layers": sorted(
-            f"{case['in_features']} -> {case['out_features']} features, {case['tokens']} tokens"
-            for case in {row.case["shape"]: row.case for row in rows}.values()
-        ),
-        "densities": densities,
-    }
+    return densities
 
 
 def crossing(times: Mapping[float, float]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +9,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from table_parts import ROOT, cases, runs, short, table, times
+import report
+from table_parts import cases, document, runs, short, table, times
 
 BLOCKS = (16, 32, 64, 128)
 DENSITIES = (0.5, 0.25, 0.1)
@@ -49,7 +49,8 @@ def tokens() -> str:
 
 def products() -> str:
     """The products of a training step on an H200 at density .25, and the break-even density."""
-    break_even = json.loads((ROOT / "benchmarks/break_even.json").read_text())["densities"]
+    names = ("h200_bf16.json#products", "h200_bf16.json#break_even")
+    break_even = report.break_even([document(name) for name in names])
     lines = []
     for label, op, name in (
         ("forward", "dds_nt", "forward"),

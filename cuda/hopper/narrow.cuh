@@ -5,7 +5,6 @@
 #include <cute/arch/copy_sm75.hpp>
 
 #include <algorithm>
-#include <climits>
 
 #include "common/tf32.cuh"
 #include "common/weight.h"
@@ -112,7 +111,7 @@ using NarrowRanks = DdsRanks<kTokenRanks, 2 / kTokenRanks, Math::kParts == 1 ? 1
 //
 // Warpgroups with more blocks in a step than others fall behind by what shared memory holds beside the
 // results.
-template <class Math_, class Weight_, int kTokenRanks, int kStep_>
+template <class Math_, class Weight_, int kTokenRanks, int kStep_, int kInputRingBytes, bool kSplits_>
 struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
     using Ranks = NarrowRanks<Math_, kTokenRanks>;
     using Math = Math_;
@@ -145,12 +144,7 @@ struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
     static constexpr int kLineBytes = kLine * sizeof(Input);
     static constexpr int kInputBytes = kTileTokens * kStep * sizeof(Input);
     static constexpr int kStageBytes = kInputBytes * Math::kParts;
-    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
-    // The rest of shared memory is for activations where the weight is sparse, for more of the weight where
-    // it is not. Where tiles are split, the bytes for activations also receive the sums of other parts.
-    static constexpr int kMoreBytes = (kCarries ? 80 : 128) << 10;
-    static constexpr int kFewerBytes = Math::kParts > 1 ? kMoreBytes : (kCarries ? 64 : 96) << 10;
-    static constexpr int kStages = kMoreBytes / kStageBytes, kFewerStages = kFewerBytes / kStageBytes;
+    static constexpr int kStages = kInputRingBytes / kStageBytes;
     static constexpr bool kSplitsInput = Math::kParts > 1;
     static constexpr int kSplitWarps = kSplitsInput ? 2 : 0;  // beside those that load and schedule
     static constexpr int kBlockBytes = Weight::kBlockBytes;
@@ -159,60 +153,62 @@ struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
     static constexpr int kAllChunks = kTileTokens / kChunkTokens;
     static constexpr int kChunks = 1;
     static constexpr int kResultBytes = kWarpgroups * kChunks * kChunkBytes;
+    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr int kCarriedBytes = kCarries ? kWarpgroups * 128 * kSums * 2 : 0;
     static constexpr int kMoreControlBytes = 32 * std::max(0, kStages - 8);  // of many stages
     static constexpr int kBlocks =
-        (kStagedBytes - kResultBytes - kFewerBytes - kCarriedBytes - kMoreControlBytes) / kBlockBytes;
-    static constexpr int kMoreBlocks = (kMoreBytes - kFewerBytes) / kBlockBytes;  // in place of activations
-    static_assert(kBlocks - kMoreBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
+        (kStagedBytes - kResultBytes - kInputRingBytes - kCarriedBytes - kMoreControlBytes) / kBlockBytes;
+    static_assert(kBlocks >= kBlockRows * kStep / kBlock);  // as many as a step can have
 
-    static constexpr bool kSplits = true;  // for few tiles
+    static constexpr bool kSplits = kSplits_;  // for few tiles
     // A CTA has the other parts' sums of one or two of its warpgroups in place of activations, and of what is
-    // carried, which lies before them.
-    static_assert(kMoreBytes + kCarriedBytes >= kWarpgroups * kSums * 128 * 4);
-    static_assert(kMoreBytes % kStageBytes == 0 && kFewerBytes % kStageBytes == 0);
-    static_assert((kMoreBytes - kFewerBytes) % kBlockBytes == 0);
+    // carried, which lies behind them.
+    static_assert(!kSplits_ || kInputRingBytes + kCarriedBytes >= kWarpgroups * kSums * 128 * 4);
+    static_assert(kInputRingBytes % kStageBytes == 0);
     using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks, sizeof(Input)>;
     using Schedule = tma::Schedule<Bands<kSplits>, Costs>;
 
     struct Shared {
-        // The carried part of each thread's sums, in vectors of 8. Registers have no room for it.
-        [[no_unique_address]] std::conditional_t<kCarries, uint4[kWarpgroups][kSums / 8][128], NoCarriedSums>
-            carried;
         // Row-major [kLines][kTileTokens][kLine], else [kTileTokens / 64][kStep][64].
         // Second parts of tf32x3 lie behind those that are loaded.
         alignas(1024) char input[kStages][kStageBytes];
-        char weight_behind[(kBlocks - kMoreBlocks) * kBlockBytes];
+        // The carried part of each thread's sums, in vectors of 8. Registers have no room for it.
+        [[no_unique_address]] std::conditional_t<kCarries, uint4[kWarpgroups][kSums / 8][128], NoCarriedSums>
+            carried;
         // A buffer is row-major [warpgroup_rows][kChunkTokens][row_width], else [64 features][kChunkTokens].
         alignas(1024) char output[kWarpgroups][kChunks][kChunkBytes];
+        alignas(1024) char weight[kBlocks][kBlockBytes];
         Ring<kStages> ring;
         [[no_unique_address]] std::conditional_t<kSplitsInput, Barrier[kStages], NoBarriers> split;
         int first_block[kStages];   // where a stage's blocks begin in `weight`
         int taken_blocks[kStages];  // what becomes free with a stage
-        int stages;                 // in use: kStages or kFewerStages; read anew, as registers are scarce
         Barrier residual[kWarpgroups][kChunks];
         Schedule schedule;
-
-        // The first kMoreBlocks are the last stages of activations, or places of blocks in their stead.
-        __device__ char* weight(int block) { return input[0] + kFewerBytes + block * kBlockBytes; }
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
 };
 
-// By the steps of the plan, and how full they are.
-template <class Math, class Weight, int kTokenRanks>
+// The rest of shared memory is for activations where the weight is sparse, for more of the weight where
+// it is not: by the steps of the plan, and how full they are.
+template <class Math, class Weight, int kTokenRanks, bool kSplits>
 struct NarrowKinds {
+    // For activations. Where tiles are split, these bytes also receive the sums of other parts.
+    static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
     static constexpr int kStep = sizeof(typename Math::Input) == 4 ? 64 : 128;
-    using Crowded = NarrowTraits<Math, Weight, kTokenRanks, kStep / 2>;  // narrow steps
-    using Common = NarrowTraits<Math, Weight, kTokenRanks, kStep>;
-    // Up to which a plan is thin; see PlanHeader. In float32 a step has half as many blocks, for which what
-    // more activations leave is enough.
-    static constexpr int kThinFill = sizeof(typename Math::Input) == 4 ? INT_MAX : 20;
+    static constexpr int kMoreBytes = (kCarries ? 80 : 128) << 10;
+    static constexpr int kFewerBytes = kSplits ? kMoreBytes : (kCarries ? 64 : 96) << 10;
+    using Crowded = NarrowTraits<Math, Weight, kTokenRanks, kStep / 2, kFewerBytes, kSplits>;  // narrow steps
+    using Thin = NarrowTraits<Math, Weight, kTokenRanks, kStep, kMoreBytes, kSplits>;
+    // In float32 a step has half as many blocks, for which what Thin leaves is enough.
+    using Common = std::conditional_t<sizeof(typename Math::Input) == 4, Thin,
+                                      NarrowTraits<Math, Weight, kTokenRanks, kStep, kFewerBytes, kSplits>>;
+    static constexpr int kThinFill = 20;  // up to which a plan is thin; see PlanHeader
 
     static constexpr int kRanks = Common::kRanks, kThreads = Common::kThreads;
-    static constexpr int kSharedBytes = std::max(Crowded::kSharedBytes, Common::kSharedBytes);
+    static constexpr int kSharedBytes =
+        std::max({Crowded::kSharedBytes, Common::kSharedBytes, Thin::kSharedBytes});
 };
 
 // The warp that loads in the dds kernel for narrow blocks.
@@ -222,16 +218,14 @@ template <class Traits, bool kRowMajorInput>
 class NarrowProducer {
   public:
     __device__ NarrowProducer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                              const DdsPlan& plan, int rank, int first_rank, int stages, int lane)
+                              const DdsPlan& plan, int rank, int first_rank, int lane)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
           rank_(rank),
           first_rank_(first_rank),
           lane_(lane),
-          elected_(cute::elect_one_sync() != 0),
-          all_stages_(stages),
-          first_place_(stages == Traits::kStages ? Traits::kMoreBlocks : 0) {}
+          elected_(cute::elect_one_sync() != 0) {}
 
     __device__ void run() {
         typename Ring<Traits::Schedule::kQueue>::Position next;
@@ -283,7 +277,7 @@ class NarrowProducer {
         __syncwarp();
         if (arguments_.packed == nullptr) load_blocks(full, block, end, slots);
         head_ += blocks;
-        position_.advance(all_stages_);
+        position_.advance();
     }
 
     // The CTAs of several ranks of tokens load a part each, for both.
@@ -293,7 +287,7 @@ class NarrowProducer {
         const int count = blocks * (rank + 1) / Traits::kTokenRanks - first;
         if (count > 0)
             load_bytes(arguments_.packed + int64_t{block + first} * Traits::kBlockBytes, full,
-                       shared_by(Traits::kTokenRanks), shared_.weight(head_ + first),
+                       shared_by(Traits::kTokenRanks), shared_.weight[head_ + first],
                        count * Traits::kBlockBytes);
     }
 
@@ -303,7 +297,7 @@ class NarrowProducer {
             if (i > 0 && i % 32 == 0) slots = slot_of_lane(block + i, end);
             const int slot = __shfl_sync(~0u, slots, i % 32);
             if (elected_ && i % Traits::kTokenRanks == Traits::token_rank(rank_))
-                load_box(&arguments_.values, full, shared_by(Traits::kTokenRanks), shared_.weight(head_ + i),
+                load_box(&arguments_.values, full, shared_by(Traits::kTokenRanks), shared_.weight[head_ + i],
                          0, slot * Traits::kBlock);
         }
         __syncwarp();
@@ -336,15 +330,15 @@ class NarrowProducer {
     __device__ void reserve(int blocks) {
         int skipped;
         while (true) {
-            if (stages_ == 0) head_ = used_ = first_place_;
+            if (stages_ == 0) head_ = used_ = 0;
             skipped = head_ + blocks > Traits::kBlocks ? Traits::kBlocks - head_ : 0;
-            if (stages_ < all_stages_ && used_ + skipped + blocks <= Traits::kBlocks) break;
+            if (stages_ < Traits::kStages && used_ + skipped + blocks <= Traits::kBlocks) break;
             wait(shared_.ring.empty[oldest_.stage], oldest_.parity);
             used_ -= shared_.taken_blocks[oldest_.stage];
-            oldest_.advance(all_stages_);
+            oldest_.advance();
             --stages_;
         }
-        if (head_ + blocks > Traits::kBlocks) head_ = first_place_;
+        if (head_ + blocks > Traits::kBlocks) head_ = 0;
         used_ += skipped + blocks;
         ++stages_;
         __syncwarp();
@@ -359,13 +353,11 @@ class NarrowProducer {
     int first_rank_;  // of them in the cluster
     int lane_;
     bool elected_;  // the one lane that starts copies, from values that all lanes have
-    int all_stages_;
-    int first_place_;  // for blocks
     Position position_;
     Position oldest_;  // of the stages in use
     int stages_ = 0;   // in use
     int head_ = 0;     // where blocks go next
-    int used_ = 0;     // places before the first one, in use or skipped
+    int used_ = 0;     // places in use or skipped
 };
 
 // The warpgroups that multiply in the dds kernel for narrow blocks.
@@ -377,35 +369,61 @@ class NarrowConsumer {
 
   public:
     __device__ NarrowConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                              const DdsPlan& plan, int rank, int warp, int lane)
+                              const DdsPlan& plan, int rank, int first_rank, int warp, int lane)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
           rank_(rank),
+          first_rank_(first_rank),
           warpgroup_(warp / 4),
           warp_(warp % 4),
           lane_(lane),
           place_(Weight::first_place(warp_ * Traits::kWarpFeatures % Traits::kBlock, lane)) {}
 
-    // A cluster whose tile is split has no more than that one, of which each of its CTAs multiplies a part.
     __device__ void run() {
         Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
         Sum sums[Traits::kSums];
         Work work = next_work(epilogue);
         epilogue.read_bias();
-        const int parts = arguments_.schedule.by_parts.divisor;
-        if (parts > 1 && work.tile < 0) {  // in all CTAs of the cluster
-            cute::cluster_sync();
-            cute::cluster_sync();
-        }
         while (work.tile >= 0) {
-            if (own_part() == warpgroup_ % parts) epilogue.begin(Traits::first_token(work, rank_));
+            epilogue.begin(Traits::first_token(work, rank_));
             multiply_all(sums, work);
-            if (parts > 1) exchange(sums, parts);
             work = next_work(epilogue);
-            if (own_part() == warpgroup_ % parts) epilogue.store(sums);
+            epilogue.store(sums);
         }
         epilogue.finish_stores();
+    }
+
+    // Multiplies the one part of a tile that the CTA has, if the plan is the launch's.
+    __device__ void run_part() {
+        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_], warpgroup_);
+        Sum sums[Traits::kSums];
+        const Work work = next_work(epilogue);
+        if (work.tile < 0) {  // in all CTAs of the cluster, which take one tile
+            cute::cluster_sync();
+            cute::cluster_sync();
+            return;
+        }
+        const int parts = arguments_.schedule.by_parts.divisor, adding = warpgroup_ % parts;
+        if (work.part == adding) {
+            epilogue.read_bias();
+            epilogue.begin(Traits::first_token(work, rank_));
+        }
+        multiply_all(sums, work);
+        cute::cluster_sync();  // nobody needs the stages any more
+        const auto others = reinterpret_cast<float4*>(shared_.input);
+        const int first = warpgroup_ / parts * (parts - 1);
+        if (work.part != adding) {
+            const int place = first + work.part - (work.part > adding);
+            void* const to = __cluster_map_shared_rank(others, adding * Traits::kRanks + rank_);
+            store_sums(partial_sums<Traits::kSums>(static_cast<float4*>(to), place), sums);
+        }
+        cute::cluster_sync();
+        if (work.part == adding) {
+            for (int i = 0; i < parts - 1; ++i) add(sums, partial_sums<Traits::kSums>(others, first + i));
+            epilogue.store(sums);
+            epilogue.finish_stores();
+        }
     }
 
   private:
@@ -422,25 +440,6 @@ class NarrowConsumer {
     static constexpr uint32_t kMaskOfLine = (1u << mask_bits(kProducts)) - 1;
     // Descriptor of activations as an operand, but for their address; see operand().
     static constexpr uint32_t kInput = kRowMajorInput ? 0 : Traits::kBoxTokens * Traits::kStep * 2 / 16 << 16;
-
-    // Which part the CTA has of tiles that are split, else 0.
-    __device__ static int own_part() { return cute::block_rank_in_cluster() / Traits::kRanks; }
-
-    // Brings the sums of all parts together in one of them, each warpgroup's in another.
-    __device__ void exchange(Sum (&sums)[Traits::kSums], int parts) {
-        cute::cluster_sync();  // nobody needs the stages any more
-        const int part = own_part(), adding = warpgroup_ % parts;
-        const auto others = reinterpret_cast<float4*>(&shared_);
-        const int first = warpgroup_ / parts * (parts - 1);
-        if (part != adding) {
-            const int place = first + part - (part > adding);
-            void* const to = __cluster_map_shared_rank(others, adding * Traits::kRanks + rank_);
-            store_sums(partial_sums<Traits::kSums>(static_cast<float4*>(to), place), sums);
-        }
-        cute::cluster_sync();
-        if (part == adding)
-            for (int i = 0; i < parts - 1; ++i) add(sums, partial_sums<Traits::kSums>(others, first + i));
-    }
 
     __device__ static void add(Sum (&sums)[Traits::kSums], const float4* from) {
 #pragma unroll
@@ -530,9 +529,8 @@ class NarrowConsumer {
             multiply_lines(sums);
         }
         // Every warp for itself, since without products nothing keeps them together.
-        if (lane_ < Traits::kRanks)
-            shared_.ring.empty[position_.stage].arrive(own_part() * Traits::kRanks + lane_);
-        position_.advance(shared_.stages);
+        if (lane_ < Traits::kRanks) shared_.ring.empty[position_.stage].arrive(first_rank_ + lane_);
+        position_.advance();
     }
 
     // A line of k. `weight`: where the warp's next block is.
@@ -549,7 +547,7 @@ class NarrowConsumer {
                 fragment[0] = fragment[1] = fragment[2] = fragment[3] = 0;
                 if (kSplit) rest[0] = rest[1] = rest[2] = rest[3] = 0;
                 if (present) {
-                    Weight::read(fragment, shared_.weight(0), weight, i);
+                    Weight::read(fragment, shared_.weight[0], weight, i);
                     if constexpr (kSplit) split_operand(fragment, rest);
                 }
             }
@@ -578,6 +576,7 @@ class NarrowConsumer {
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
     int rank_;
+    int first_rank_;
     int warpgroup_;
     int warp_;
     int lane_;
@@ -593,21 +592,17 @@ class NarrowConsumer {
 
 // All that a CTA does.
 template <class Traits, bool kRowMajorInput>
-__device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const DdsPlan& plan, bool is_thin,
-                                           char* memory) {
+__device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const DdsPlan& plan, char* memory) {
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto cluster_rank = static_cast<int>(cute::block_rank_in_cluster());
-    const int rank = cluster_rank % Traits::kRanks, first_rank = cluster_rank - rank;
-    const bool is_split = arguments.schedule.by_parts.divisor > 1;
-    const int stages = is_split || is_thin ? Traits::kStages : Traits::kFewerStages;
+    const int rank = cluster_rank % Traits::kRanks, first_rank = Traits::kSplits ? cluster_rank - rank : 0;
     if (threadIdx.x == 32) {
         if (arguments.value_rows > 0) prefetch(&arguments.input);
         if (arguments.value_rows > 0 && arguments.packed == nullptr) prefetch(&arguments.values);
         prefetch(&arguments.output);
     }
     if (threadIdx.x == 0) {
-        shared.stages = stages;
         shared.ring.init(4 * Traits::kWarpgroups * Traits::kRanks);
         for (auto& chunks : shared.residual)
             for (const Barrier& arrived : chunks) arrived.init(1);
@@ -621,8 +616,7 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<32>();
         if (warp == 0) {
-            NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, first_rank, stages, lane)
-                .run();
+            NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, first_rank, lane).run();
         } else if (warp == 1) {
             shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
@@ -632,9 +626,14 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<112>();
-        NarrowConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp - 4, lane).run();
+        NarrowConsumer<Traits, kRowMajorInput> consumer(arguments, shared, plan, rank, first_rank, warp - 4,
+                                                        lane);
+        if constexpr (Traits::kSplits)
+            consumer.run_part();
+        else
+            consumer.run();
     }
-    if (is_split && warp < 4) {  // as the others do
+    if (Traits::kSplits && warp < 4) {  // as the others do
         cute::cluster_sync();
         cute::cluster_sync();
     }
@@ -649,9 +648,11 @@ __global__ void __launch_bounds__(Kinds::kThreads, 1)
     // Tells the compiler that all lanes have the same, without which it would serialise wgmma.
     const int step = __shfl_sync(~0u, plan.step(), 0), fill = __shfl_sync(~0u, plan.fill, 0);
     if (step == Kinds::Crowded::kStep)
-        run_narrow<typename Kinds::Crowded, kRowMajorInput>(arguments, plan, false, memory);
-    else
-        run_narrow<typename Kinds::Common, kRowMajorInput>(arguments, plan, fill <= Kinds::kThinFill, memory);
+        return run_narrow<typename Kinds::Crowded, kRowMajorInput>(arguments, plan, memory);
+    if constexpr (!std::is_same_v<typename Kinds::Common, typename Kinds::Thin>)
+        if (fill > Kinds::kThinFill)
+            return run_narrow<typename Kinds::Common, kRowMajorInput>(arguments, plan, memory);
+    run_narrow<typename Kinds::Thin, kRowMajorInput>(arguments, plan, memory);
 }
 
 }  // namespace ts::sm90

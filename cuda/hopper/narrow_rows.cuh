@@ -44,17 +44,17 @@ struct DdsNarrow {
     static constexpr int kLeastSide = kElementBytes == 1 ? 32 : 16, kMostSide = kElementBytes == 4 ? 16 : 32;
     static constexpr bool kTall = kElementBytes == 4;    // blocks may have more features than k
     static constexpr bool kAlongK = kElementBytes != 2;  // wgmma reads activations along k alone
-    template <int kBlock>
-    using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kTokenRanks>;
+    template <int kBlock, bool kSplits>
+    using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kTokenRanks, kSplits>;
     // For what is the same for all blocks and kinds.
-    using Common = typename Kinds<kMostSide>::Common;
+    using Common = typename Kinds<kMostSide, false>::Common;
     static_assert(Common::kRowRanks == kRowRanks);
     static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
     static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
 
     static const char* refuses(const Problem& problem, const Device& device) {
-        if (const char* reason = sm90::refuses(device, Kinds<kMostSide>::kSharedBytes, Common::kRanks))
+        if (const char* reason = sm90::refuses(device, Kinds<kMostSide, false>::kSharedBytes, Common::kRanks))
             return reason;
         if (kTall && side_of(problem) != 16) return "its blocks have a side of 16";
         if (!kTall && (problem.row_block() > 32 || problem.row_block() > problem.k_block()))
@@ -113,29 +113,30 @@ struct DdsNarrow {
                                  void* workspace, void* stream) {
         Decision decision = chosen;
         if (const cudaError_t error = fit_parts<kBlock>(problem, decision.parts)) return error;
+        const auto start = decision.parts > 1 ? launch_as<kBlock, true> : launch_as<kBlock, false>;
         const int64_t most = most_spans(problem, device);
-        if (span_count(problem) <= most)
-            return launch_as<kBlock>(problem, device, decision, workspace, stream);
+        if (span_count(problem) <= most) return start(problem, device, decision, workspace, stream);
         Problem packed = problem;  // once for all chunks
         if (packs_itself(problem, decision)) {
             packed.prepacked = workspace;
             if (const int32_t error = pack(problem, workspace, stream)) return error;
         }
         return in_chunks(packed, kClusterTokens, most, [&](const Problem& chunk) {
-            return launch_as<kBlock>(chunk, device, decision, nullptr, stream);
+            return start(chunk, device, decision, nullptr, stream);
         });
     }
 
     // Lowers the number of parts until the current device holds all clusters at a time.
     template <int kBlock>
     static cudaError_t fit_parts(const Problem& problem, int64_t& parts) {
-        using Own = Kinds<kBlock>;
+        using Split = Kinds<kBlock, true>;
         const int64_t items = tile_count(problem) * span_count(problem);
         for (; parts > 1; --parts) {
             int resident = 0;
             if (const cudaError_t error =
-                    ClusterLauncher<dds_narrow_kernel<Own, true>, DdsArguments>::resident(
-                        static_cast<int>(parts) * Own::kRanks, Own::kThreads, Own::kSharedBytes, resident))
+                    ClusterLauncher<dds_narrow_kernel<Split, true>, DdsArguments>::resident(
+                        static_cast<int>(parts) * Split::kRanks, Split::kThreads, Split::kSharedBytes,
+                        resident))
                 return error;
             if (resident >= items) break;
         }
@@ -161,10 +162,10 @@ struct DdsNarrow {
                                             device.multiprocessors);
     }
 
-    template <int kBlock>
+    template <int kBlock, bool kInParts>
     static int32_t launch_as(const Problem& problem, const Device& device, const Decision& decision,
                              void* workspace, void* stream) {
-        using Own = Kinds<kBlock>;
+        using Own = Kinds<kBlock, kInParts>;
         const int64_t tiles = tile_count(problem), spans = span_count(problem);
         if (tiles * spans == 0) return cudaSuccess;
         DdsArguments arguments{};

@@ -157,7 +157,7 @@ assert torch.equal(model(expected["x"]), expected["y"])
 def test_experts_have_no_lora() -> None:
     with pytest.raises(UnsupportedError, match="target_modules must not name experts"):
         get_peft_model(sparsified("mixtral"), LoraConfig(target_modules=["down"]))
-    with pytest.warns(UserWarning, match="leaves experts without an adapter"):
+    with pytest.warns(UserWarning, match="leaves block-sparse experts without an adapter"):
         get_peft_model(sparsified("mixtral"), LoraConfig(target_modules="all-linear"))
 
 

@@ -361,12 +361,6 @@ def test_break_even_is_where_times_cross(times: dict[float, float], density: flo
     assert report.crossing(times) == pytest.approx(density)
 
 
-def test_break_even_of_the_package_is_that_of_the_committed_results() -> None:
-    names = ("h200_bf16.json#products", "h200_bf16.json#break_even")
-    documents = [stored.document(RESULTS / name) for name in names]
-    assert json.loads((ROOT / "benchmarks/break_even.json").read_text()) == report.break_even(documents)
-
-
 def test_parallel_training_is_measured(tmp_path: Path) -> None:
     """In a process of its own, since it joins a group of processes."""
     output = tmp_path / "parallel.json"

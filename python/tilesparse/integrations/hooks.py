@@ -50,7 +50,7 @@ def register() -> None:
         (
             "transformers.modeling_utils",
             lambda module: adapt(module.PreTrainedModel, "save_pretrained", _describe_and_save),
-            "call follow(model) before save_pretrained if layers were not put in by the patcher",
+            "call follow(model) before save_pretrained",
         ),
         (
             "peft.tuners.lora.model",
@@ -233,8 +233,8 @@ def _block_sparse_layers(model: Any) -> set[str]:
             (experts if isinstance(layer, ExpertsLinear) else names).add(name)
     if experts:
         warn_user(
-            'target_modules="all-linear" leaves experts without an adapter, as in dense models; name them in '
-            f"target_modules to adapt them: {listed(sorted(experts))}"
+            'target_modules="all-linear" leaves block-sparse experts without an adapter: '
+            + listed(sorted(experts))
         )
     return names
 

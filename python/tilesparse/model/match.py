@@ -591,7 +591,7 @@ def check_rules(
         why = "; ".join([*by_reason(own)][:3]) or "it matches no name"
         raise InvalidArgumentError(
             f"patterns must each make a layer block-sparse, got {rule.layers.text!r} ({why}); "
-            "strict=False goes on without"
+            "sparsify_ goes on without it where strict=False"
         )
 
 
