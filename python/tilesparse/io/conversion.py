@@ -428,6 +428,7 @@ def _pairs() -> Tensor:
 def _metadata(slots: Tensor) -> Tensor:
     """Return the metadata [nnz, bk / 32, bn] of blocks of slots [nnz, bn, bk / 8]."""
     nnz, rows, bytes = slots.shape
-    halves = _pairs()[slots.int()].view(torch.int16)  # of 16 columns
+    # Several times as fast as an index. Halves are of 16 columns.
+    halves = _pairs().index_select(0, slots.flatten().int()).view(torch.int16)
     halves = halves.view(nnz, rows // 16, 2, 8, bytes // 4, 2).permute(0, 4, 1, 3, 5, 2)
     return halves.contiguous().view(torch.int32).view(nnz, bytes // 4, rows)
