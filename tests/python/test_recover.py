@@ -725,3 +725,26 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = executed("recovery.md")
     assert names["history"].loss[-1] < names["history"].loss[0]
+
+
+def test_what_would_train_nothing_is_refused() -> None:
+    student, teacher = pair("llama")
+    before, batches = copy.deepcopy(tensors_of(student)), texts(8)
+    optimizer = adam(student)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    dense_student = copy.deepcopy(teacher)
+    for model, other, schedulers, named in (
+        (dense_student, adam(nn.Linear(2, 2)), None, "optimizer must have parameters of the model"),
+        (student, optimizer, plateau, r"scheduler must have a step\(\)"),
+        (student, optimizer, [plateau], r"scheduler must have a step\(\)"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=named):
+            distill_(model, teacher, batches, other, scheduler=schedulers)
+    batches[-1]["attention_mask"][:] = 0
+    with pytest.raises(InvalidArgumentError, match="none in the held-out ones"):
+        reconstruct_(student, teacher, batches)
+    mask, hidden = torch.ones(1, 5), randn(2, 5, 8, dtype=torch.float32)
+    given = outputs(last_hidden_state=hidden)
+    with pytest.raises(InvalidArgumentError, match="attention_mask must be"):
+        DistillationLoss(embeddings=1.0).terms(given, given, mask)
+    assert same(before, tensors_of(student))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -669,3 +671,23 @@ def test_group_lasso_is_the_proximal_step() -> None:
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
     with pytest.raises(InvalidArgumentError, match=r"^optimizer: the weight of layer '2'"):
         optimizer.step()
+
+
+def test_what_is_removed_ends_and_what_has_hooks_is_not_copied() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    patterns = PatternSchedule(model, optimizer, every=1, grow="gradient", drop="movement")
+    gradual = Gradual(model, optimizer, density=0.25, steps=4, begin=0, score="movement")
+    lasso = GroupLasso(model, optimizer, strength=0.1)
+    for one, copied in product((patterns, gradual, lasso), (copy.deepcopy, pickle.dumps)):
+        with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+            copied(one)
+    with pytest.raises(UnsupportedError, match=r"^param_group must"):
+        patterns.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    state = patterns.state_dict()
+    for schedule in (patterns, gradual):
+        schedule.remove()
+        with pytest.raises(InvalidArgumentError, match=r"must not be used after remove\(\)"):
+            schedule.step()
+    with pytest.raises(InvalidArgumentError, match=r"must not be used after remove\(\)"):
+        patterns.load_state_dict(state)

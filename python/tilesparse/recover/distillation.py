@@ -157,6 +157,7 @@ def _pooled(outputs: Any, whose: str, mask: Tensor | None) -> Tensor:
     tokens = tokens.to(_precision(tokens))
     if mask is None:
         return tokens.mean(1)
+    _check("last_hidden_state", tokens, tokens, mask)
     counts = mask.to(tokens.device).ne(0).sum(1, keepdim=True).clamp_min(1)
     return _without_padding(tokens, mask).sum(1) / counts
 
@@ -304,6 +305,10 @@ def distill_(
     loss = DistillationLoss(logits=1.0) if loss is None else loss
     check_distinct(model, teacher)
     _check_optimizer(model, optimizer)
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if scheduler is not None and (plateau or not callable(getattr(scheduler, "step", None))):
+        given = type(scheduler).__name__
+        raise InvalidArgumentError(f"scheduler must have a step() without arguments, got {given}")
     accumulate = checked_count("accumulate", accumulate)
     clip = None if clip is None else checked_number("clip", clip, above_zero=True)
     check_batches(batches)
@@ -386,6 +391,8 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 f"optimizer: the weight of layer {name!r} is not among its parameters; make it after the "
                 "model was pruned, or call requires_grad_(False) on what is to stay as it is"
             )
+    if not any(id(parameter) in known for parameter in model.parameters() if parameter.requires_grad):
+        raise InvalidArgumentError("optimizer must have parameters of the model, it has none")
 
 
 WARM_UP = 3  # steps before a capture: they make plans and the optimizer's states, and compile

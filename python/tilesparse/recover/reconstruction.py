@@ -93,6 +93,12 @@ def reconstruct_(
             f"batches must be at least two, of which one is held out, got {len(batches)}"
         )
     count = len(batches) - math.ceil(len(batches) / 8)  # the others are held out
+    masks = [mask_of(batch) for batch in batches]
+    for kind, part in (("training", masks[:count]), ("held-out", masks[count:])):
+        if not any(mask is None or mask.any() for mask in part):
+            raise InvalidArgumentError(
+                f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
+            )
     names, skipped = _chosen(model)
     run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast)
     trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]

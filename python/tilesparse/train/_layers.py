@@ -24,6 +24,26 @@ def sparse_layers(model: nn.Module) -> dict[str, BlockSparseLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockSparseLinear)}
 
 
+class Removable:
+    """Base of schedules that end when they are removed."""
+
+    _removed = False
+
+    def _check_not_removed(self) -> None:
+        if self._removed:
+            raise InvalidArgumentError("schedule must not be used after remove(); make a new one")
+
+
+class Hooked(Removable):
+    """Base of what has hooks, which copies would lose in silence."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            f"{type(self).__name__}: it has hooks and cannot be copied or pickled; make another one, and "
+            "load the state_dict() into it if there is one"
+        )
+
+
 def refuse_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise UnsupportedError where a step gets a closure: before it there are no gradients to read."""
     if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:

@@ -17,7 +17,9 @@ from ..nn.linear import BlockSparseLinear
 from ..nn.weight import has_peers, keep_blocks
 from ..storage.formats import storage_of
 from ._layers import (
+    Hooked,
     Layers,
+    Removable,
     check_keys,
     check_optimized,
     check_trainable,
@@ -32,7 +34,7 @@ from ._layers import (
 from .patterns import SCORES, Movement, check_states, load_movement, magnitudes, states_by_slot
 
 
-class Gradual:
+class Gradual(Removable):
     """Schedule that removes blocks of `BlockSparseLinear` layers in training, down to a density.
 
     Step it after the optimizer. From ``begin`` to ``end`` the density falls from d₀ to d₁ in a few events,
@@ -101,6 +103,7 @@ class Gradual:
 
         After an error, as in the constructor or of an unknown state of the optimizer, nothing has changed.
         """
+        self._check_not_removed()
         time = self._events.get(self.steps + 1)
         if time is not None:
             _check_shrinkable(self._layers)
@@ -119,6 +122,7 @@ class Gradual:
 
     def remove(self) -> None:
         """Remove all hooks; layers stay as they are."""
+        self._removed = True
         if self._movement is not None:
             self._movement.remove()
 
@@ -129,6 +133,7 @@ class Gradual:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model and optimizer are loaded, too, before it."""
+        self._check_not_removed()
         check_keys("state_dict", state_dict, ("steps", "first", "movement"))
         steps = checked_count("state_dict: steps", state_dict["steps"], 0)
         check_keys("state_dict: first", state_dict["first"], self._layers)
@@ -332,7 +337,7 @@ class BlockGates:
         return compact_(self._model, optimizer)
 
 
-class GroupLasso:
+class GroupLasso(Hooked):
     """Group lasso: pulls the norm of every block towards zero after each step of an optimizer.
 
     It is the proximal step of the penalty strength · √(bn · bk) · ‖W_b‖₂, summed over all blocks b (Yuan and

@@ -12,6 +12,7 @@ from .._checks import checked_count, checked_number
 from ..errors import InvalidArgumentError
 from ..nn.linear import BlockSparseLinear
 from ._layers import (
+    Hooked,
     check_keys,
     check_optimized,
     check_plain_weight,
@@ -22,7 +23,7 @@ from ._layers import (
 )
 
 
-class MaskSchedule:
+class MaskSchedule(Hooked):
     """Schedule that updates 2:4 masks every few optimizer steps, and pulls masked weights towards zero.
 
     Gradients pass straight through the masks, so that a weight may come back. Without a decay masked weights

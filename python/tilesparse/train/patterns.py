@@ -17,6 +17,7 @@ from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import declare_shared, has_peers, has_slots, is_shared, observe
 from ._layers import (
+    Hooked,
     Layers,
     check_keys,
     check_optimized,
@@ -34,7 +35,7 @@ SCORES = ("magnitude", "movement")
 GROWTHS = ("random", "gradient")
 
 
-class PatternSchedule(torch.optim.Optimizer):
+class PatternSchedule(Hooked, torch.optim.Optimizer):
     """Optimizer of patterns: moves blocks of `BlockSparseLinear` layers every few steps.
 
     Step it after the optimizer. **The "lr" of its parameter groups is the fraction of the blocks that are
@@ -122,6 +123,7 @@ class PatternSchedule(torch.optim.Optimizer):
         Raises:
             UnsynchronizedPatternError: the processes that train the model rewire it differently.
         """
+        self._check_not_removed()
         rewires = (self.steps + 1) % self._every == 0
         counts = self._checked_counts() if rewires else {}
         if has_peers() and not self._agreed:
@@ -137,9 +139,16 @@ class PatternSchedule(torch.optim.Optimizer):
 
     def remove(self) -> None:
         """Remove all hooks; patterns and everything else stay as they are."""
+        self._removed = True
         if self._movement is not None:
             self._movement.remove()
         self._norms.stop()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise UnsupportedError: only the constructor knows which layers parameters belong to."""
+        if hasattr(self, "steps"):
+            raise UnsupportedError("param_group must not be added: the constructor takes the model")
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later rewirings depend on, but for the states of model and optimizer."""
@@ -152,6 +161,7 @@ class PatternSchedule(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, bit for bit if model, optimizer and scheduler are loaded, too."""
+        self._check_not_removed()
         if isinstance(state_dict, Mapping) and state_dict.get("averages") == {}:  # as earlier versions wrote
             state_dict = {key: value for key, value in state_dict.items() if key != "averages"}
         check_keys("state_dict", state_dict, ("steps", "seed", "param_groups", "movement"))
@@ -300,7 +310,7 @@ def magnitudes(layer: BlockSparseLinear) -> Tensor:
     return norms
 
 
-class Movement:
+class Movement(Hooked):
     """Sums of -w · g over each block and over steps of an optimizer, of w and g before the step.
 
     (Sanh et al., "Movement Pruning", NeurIPS 2020.) Steps that GradScaler leaves out do not count.
