@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_env(env: Any, files: Files, **_: Any) -> Any:
     """Public names that pages write as code lead to the reference, and notebooks' links to pages."""
-    pages = {file.src_uri: file.page for file in files.documentation_pages()}
+    pages: dict[str, Any] = {file.src_uri: file.page for file in files.documentation_pages()}
     names = references({page.url: page.content for page in pages.values()})
     for place, page in pages.items():
         if place.endswith(".md"):

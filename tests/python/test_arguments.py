@@ -38,7 +38,7 @@ def of_model(verb: Callable[..., Any], make: Callable[[], nn.Module], **options:
 
 
 SIZES, FRACTIONS, RATES = [0, -32, 64.5, "64", True], [-0.1, 1.5, NAN, "half"], [-1, "x", NAN]
-LAYER = {
+LAYER: dict[str, list[Any]] = {
     "density": [*FRACTIONS, True],
     "block_shape": [0, 24, (32,), "32", (32, 32, 32)],
     "nm": [(1, 2), (2, 3), 4, "2:4"],
@@ -47,7 +47,7 @@ LAYER = {
     "policy": ["fast", 3, None],
     "transposable": [2],
 }
-CALIBRATED = {"model": [3], "batches": [3, []], "device": ["moon"]}
+CALIBRATED: dict[str, list[Any]] = {"model": [3], "batches": [3, []], "device": ["moon"]}
 # The call of each verb with what it requires, and wrong values of its arguments.
 CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
     "BlockSparseLinear": (
@@ -98,8 +98,17 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
             lr=0.1,
             loss=DistillationLoss(logits=1.0),
         ),
-        {"model": [3], "teacher": [3], "batches": [3, []], "lr": RATES, "optimizer": [3], "graph": ["x"]}
-        | {"accumulate": [0, 1.5], "clip": [-1, "x"], "autocast": [3, torch.int8]},
+        {
+            "model": [3],
+            "teacher": [3],
+            "batches": [3, []],
+            "lr": RATES,
+            "optimizer": [3],
+            "graph": ["x"],
+            "accumulate": [0, 1.5],
+            "clip": [-1, "x"],
+            "autocast": [3, torch.int8],
+        },
     ),
     "reconstruct_": (
         of_model(tilesparse.reconstruct_, sparse, teacher=dense(), batches=BATCHES),
