@@ -66,7 +66,7 @@ using StartClusters = cudaError_t (*)(const DdsArguments& arguments, const Devic
                                       int cluster_size, int threads, int shared_bytes, void* stream,
                                       bool early);
 
-// What the host side of a row is made of: one serves all of them.
+// Data of a row, by which one host side serves all of them.
 struct DdsHost {
     PlanShape plan;
     InputShape input;
@@ -79,7 +79,7 @@ struct DdsHost {
     size_t pace_bytes;   // of groups whose clusters keep at one pace, or 0
     bool scaled;         // inside of the sums
     int64_t (*most_spans)(int64_t tiles, int64_t steps, int multiprocessors);
-    // Of the weight's format.
+    // The weight's format has these.
     const char* (*refuses)(const Problem& problem);
     cudaError_t (*map)(DdsArguments& arguments, const Problem& problem);
     Operand (*operand)(const DdsArguments& arguments);  // nullptr: products do not read it from shared memory

@@ -255,7 +255,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
             }
             if (lacks_tokens) continue;
             if constexpr (!Traits::kScaled) scale(sums, scales);
-            // What follows from it is not computed before the loop, and needs no registers in there.
+            // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
             asm volatile("" : "+r"(thread));
             const auto store = [&](auto plain) {

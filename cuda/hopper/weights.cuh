@@ -225,9 +225,7 @@ struct DenseWeight : DenseStorage, InSharedMemory {
 
     static constexpr int most_stages(int tile_tokens) { return tile_tokens == 64 ? 6 : 3; }
 
-    // Lines of values, which are [nnz * block_rows, block_cols].
-    static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }
-
+    // Lines of values are [nnz * block_rows, block_cols].
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
         const int width = k_width(arguments), rows = arguments.row_width;
         const int64_t columns = problem.pattern.block_cols;
@@ -323,9 +321,7 @@ struct CompressedWeight : InSharedMemory {
     // As many as fit: steps are short.
     static constexpr int most_stages(int) { return INT_MAX; }
 
-    // Lines of values, which are [nnz * block_rows, block_cols / 2].
-    static int64_t value_rows(const Pattern& pattern) { return pattern.nnz * pattern.block_rows; }
-
+    // Lines of values are [nnz * block_rows, block_cols / 2].
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
         arguments.metadata = problem.values.metadata;
         const int64_t columns = problem.pattern.block_cols / 2;

@@ -26,7 +26,7 @@ HEADER = PACKAGE / "include" / "tilesparse" / "tilesparse.h"
 SYMBOLS = (ROOT / "tests" / "c" / "symbols.txt").read_text().split()
 
 
-# What compiles soonest.
+# The settings that compile soonest.
 SOONEST = {
     "CMAKE_BUILD_TYPE": "Debug",
     "CMAKE_CXX_FLAGS_DEBUG": "-O0",
