@@ -21,6 +21,7 @@ import torch
 from harness import (
     Timer,
     add_names,
+    block_list,
     measuring,
     name_list,
     parsed,
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add_names(parser, "--ops", OPS)
     parser.add_argument("--kernels", type=name_list, default=("",), help="whose names begin so (all)")
     parser.add_argument("--layers", type=_layers, default=(), help="out x in, as 768x3072,4096x4096 (many)")
+    parser.add_argument("--blocks", type=block_list, default=(), help="as 128x64,64 (all)")
     return parser
 
 
@@ -72,7 +74,8 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
     chance = random.Random(arguments.seed)
     kinds, ops = arguments.kinds, arguments.ops
     cases = [case for case in NAMED if arguments.named and case.kind in kinds and case.op in ops]
-    cases += [draw(chance, kinds, ops, arguments.layers) for _ in range(arguments.cases)]
+    of = arguments.layers, arguments.blocks
+    cases += [draw(chance, kinds, ops, *of) for _ in range(arguments.cases)]
     for case in within_budget(cases, arguments, document, start):
         record = case.record()
         document["cases"].append(record)

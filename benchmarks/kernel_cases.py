@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from tilesparse import _C, BlockPattern, functional, storage
 from tilesparse._checks import DTYPES, QUANTIZED, Operands
 from tilesparse._runtime import launch
+from tilesparse._runtime.device import SCALES_PER_BLOCK, SCALES_PER_FEATURE
 from tilesparse._runtime.launch import dds, sdd
 from tilesparse._runtime.pattern_cache import prepared
 from tilesparse.config import LayerSpec
@@ -44,6 +45,7 @@ FEW = (1, 2, 4, 8, 16, 32, 48, 64)
 MANY = (96, 128, 192, 256, 384, 512, 768, 1024, 1500, 2048, 3000, 4096, 6144, 8192, 12288, 16384)
 SQUARE = ((16, 16), (32, 32), (64, 64), (128, 128))
 OTHER = ((128, 32), (32, 128), (128, 64), (64, 128), (16, 64), (64, 16), (128, 16), (16, 128))
+EIGHT_BITS = (*SQUARE, (128, 64), (64, 128))
 DENSITIES = (0.05, 0.1, 0.25, 0.5, 0.75)
 Stored = tuple[Tensor, Tensor | None, Tensor | None]  # values, metadata and scales
 PATTERNS = ("random",) * 7 + ("banded", "power", "power-columns")
@@ -62,6 +64,7 @@ class Kind(NamedTuple):
     activations: str | None = None  # in 8 bits
     x_layout: str = "row"
     grouped: bool = False
+    inside: bool = False  # scales of 8 bits are inside of the sums
 
 
 FORWARD, WIDE = OPS[:1], SQUARE[1:]
@@ -78,8 +81,19 @@ KINDS = {
     "float8": Kind(2, FORWARD, storage="float8_e4m3fn"),
     "int4": Kind(4, FORWARD, storage="int4", blocks=WIDE),
     "2:4 int8": Kind(2, FORWARD, storage="int8", nm=True, blocks=WIDE),
-    "int8 x int8": Kind(8, FORWARD, storage="int8", activations="int8", tokens=MANY),
-    "float8 x float8": Kind(8, FORWARD, storage="float8_e4m3fn", activations="float8", tokens=MANY),
+    "int8 x int8": Kind(8, FORWARD, storage="int8", activations="int8", blocks=EIGHT_BITS, tokens=MANY),
+    "float8 x float8": Kind(
+        8, FORWARD, storage="float8_e4m3fn", activations="float8", blocks=EIGHT_BITS, tokens=MANY
+    ),
+    "float8 scaled": Kind(
+        2,
+        FORWARD,
+        storage="float8_e4m3fn",
+        activations="float8",
+        blocks=SQUARE[3:],
+        tokens=MANY,
+        inside=True,
+    ),
     "grouped": Kind(10, grouped=True, blocks=WIDE),
     "grouped int8": Kind(
         3, FORWARD, storage="int8", activations="int8", tokens=MANY, grouped=True, blocks=WIDE
@@ -115,12 +129,14 @@ class Drawn:
         """Return what is written of it, with results to come."""
         kind = KINDS[self.kind]
         shape = f"{self.tokens}x{self.out_features}x{self.in_features}"
-        fields = {
+        fields: dict[str, Any] = {
             "dtype": kind.dtype,
             "storage": kind.storage,
             "nm": kind.nm,
             "activations": kind.activations,
         }
+        if kind.inside:
+            fields["inside"] = True
         own = dataclasses.asdict(self) | {"block_shape": list(self.block_shape)}
         return {"shape": shape, **own, **fields, "x_layout": kind.x_layout, "results": []}
 
@@ -144,6 +160,10 @@ def _named() -> Iterator[Drawn]:
     for kind, density in product(("bf16", "int8 x int8", "float8 x float8"), most):
         yield Drawn(kind, "dds_nt", 512, 14336, 4096, (128, 128), density, random)
         yield Drawn(kind, "dds_nt", 16384, 5120, 1280, (128, 128), density, random)
+    eight = ("int8 x int8", 64), ("int8 x int8", 128), ("float8 x float8", 64), ("float8 x float8", 128)
+    for (kind, block), density in product((*eight, ("float8 scaled", 128)), most):
+        for layer in ((14336, 4096), (4096, 14336), (4096, 4096)):
+            yield Drawn(kind, "dds_nt", 8192, *layer, (block, block), density, random)
     for density, block in product(most[:2], (64, 128)):
         yield Drawn("grouped", "dds_nn", 16384, 8 * 28672, 4096, (block, block), density, random, 8)
         for kind in ("grouped", "grouped float8", "grouped int8"):
@@ -158,8 +178,9 @@ def draw(
     kinds: Sequence[str],
     ops: Sequence[str] = OPS,
     layers: Sequence[tuple[int, int]] = (),
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> Drawn:
-    """Draw a product of one of the kinds and operations, of one of the layers or else of many."""
+    """Draw a product of one of the kinds and operations, of one of the layers and blocks or else of many."""
     while True:
         (name,) = chance.choices(kinds, [KINDS[kind].share for kind in kinds])
         kind = KINDS[name]
@@ -182,7 +203,7 @@ def draw(
             size % block == 0
             for size, block in zip((shape[0] // groups, shape[1]), case.block_shape, strict=True)
         )
-        if fits and divides and case.op in ops:
+        if fits and divides and case.op in ops and (not blocks or case.block_shape in blocks):
             return case
 
 
@@ -196,7 +217,11 @@ def product_of(case: Mapping[str, Any], nnz: int | None = None) -> _C.Product:
     activations = case.get("activations")
     if activations is not None:
         eight = QUANTIZED[torch.int8 if activations == "int8" else torch.float8_e4m3fn]
-        options = {"values_dtype": eight, "granularity": 3, "result_dtype": dtype}
+        inside = case.get("inside", False)
+        granularity = SCALES_PER_BLOCK if inside else SCALES_PER_FEATURE
+        options = {"values_dtype": eight, "granularity": granularity, "result_dtype": dtype}
+        if inside:
+            options["x_scales_ld"] = case["tokens"]
         dtype, precision = eight, 0
     elif case.get("storage", "plain") != "plain":
         options = storage_of(case["storage"]).product_fields((2, 4) if case["nm"] else None)
@@ -256,7 +281,7 @@ class Calls:
         values = self._randn(self.pattern.nnz, *case.block_shape)
         offsets = self._offsets(case) if case.groups > 1 else None
         if kind.activations is not None:
-            self.sparse = self._eight_bits(kind.activations, x, values, offsets)
+            self.sparse = self._eight_bits(kind, x, values, offsets)
         elif offsets is not None:
             self.sparse = self._grouped(case, x, y, values, offsets)
         else:
@@ -293,13 +318,19 @@ class Calls:
         return lambda: dds(number, source, tensors[0], self._kept, operands=operands)
 
     def _eight_bits(
-        self, name: str, x: Tensor, values: Tensor, offsets: Tensor | None
+        self, kind: Kind, x: Tensor, values: Tensor, offsets: Tensor | None
     ) -> Callable[[], Tensor]:
-        dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
-        blocks, scales = storage.quantize_weights(values, dtype, granularity="feature", pattern=self.pattern)
-        quantized, of_tokens = functional.quantize_activations(x, dtype)
+        dtype = torch.int8 if kind.activations == "int8" else torch.float8_e4m3fn
+        per, of_x = ("block", "group") if kind.inside else ("feature", "token")
+        pattern = None if kind.inside else self.pattern
+        blocks, scales = storage.quantize_weights(values, dtype, granularity=per, pattern=pattern)
+        quantized, of_tokens = functional.quantize_activations(x, dtype, granularity=of_x)
         operands = Operands(
-            scales=scales, offsets=offsets, fast=False, x_values=quantized, x_scales=of_tokens
+            scales=scales[:, None] if kind.inside else scales,
+            offsets=offsets,
+            fast=False,
+            x_values=quantized,
+            x_scales=of_tokens,
         )
         return lambda: dds(OPS.index("dds_nt"), x, blocks, self._kept, operands=operands)
 
