@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string_view>
 
+#include "common/list_plan.h"
 #include "common/token_groups.h"
 
 namespace ts {
@@ -135,24 +136,46 @@ Features decode_features(const Kernel& kernel, const Problem& problem, const Dev
     return result;
 }
 
+// Tiles of a plan by lists: they have as many blocks as lie in their units of y and x, or as warps have room
+// for.
+double list_tiles(const Pattern& pattern) {
+    constexpr double kBlock = 16 * 16, kUnit = double{kListUnit} * kListUnit;
+    const double group = list_group(pattern);
+    const double blocks = group * (kListUnits - group) * kUnit / kBlock * pattern.density();
+    return static_cast<double>(pattern.value_count()) / kBlock /
+           std::clamp(blocks, 1.0, double{kListTileBlocks});
+}
+
+// True if tiles of the last round are cut over the tokens, see kMinSplitSteps of tma/sdd_schedule.cuh.
+bool cuts_tiles(const Kernel& kernel, const Problem& problem) {
+    constexpr int64_t kMostWhole = 23 * 64;
+    const bool may = kernel.plan.kind == PlanKind::strips || kernel.plan.kind == PlanKind::lists;
+    return may && kernel.grouped == bits_of(0) && problem.tokens > kMostWhole;
+}
+
 // Strips of features of y meet units of x; rows of tiles unite the block rows of 64 features, or of 128.
+// Where tiles are cut all work is dealt out evenly.
 Features sdd_features(const Kernel& kernel, const Problem& problem, const Device& device) {
     const Machine machine = machine_of(device);
     const Pattern& pattern = problem.pattern;
     const double density = pattern.density(), tokens = static_cast<double>(problem.tokens);
     const double area = static_cast<double>(pattern.out_features) * static_cast<double>(pattern.in_features);
     const double strip = kernel.united_features, tile_values = kernel.tile_values;
-    const double united = kernel.plan.kind == PlanKind::lists ? std::sqrt(density)
-                                                              : present(density, strip / pattern.block_rows);
-    const Rounds rounds(area * united / tile_values, machine.multiprocessors);
+    const double united = present(density, strip / pattern.block_rows);
+    const bool cuts = cuts_tiles(kernel, problem);
+    const double tiles =
+        kernel.plan.kind == PlanKind::lists ? list_tiles(pattern) : area * united / tile_values;
+    Rounds rounds(tiles, machine.multiprocessors);
+    if (cuts) rounds.whole = rounds.mean;
     const double all = 2 * tokens / rate_of(kernel, problem, machine), tile = tile_values * all;
     const double evenly = area * all / machine.multiprocessors;
     Features result{};
     at(result, Feature::launch) = 1;
     at(result, Feature::rounds) = rounds.whole * machine.slower;
+    at(result, Feature::splits) = cuts ? 1 : 0;
     at(result, Feature::whole_steps) = rounds.whole * tile;
     at(result, Feature::mean_steps) = rounds.mean * tile;
-    at(result, Feature::one_tile) = tile;
+    at(result, Feature::one_tile) = cuts ? 0 : tile;
     at(result, Feature::mean_products) = evenly * density;
     at(result, Feature::mean_halves) = evenly;
     at(result, Feature::copies) = evenly * present(density, 128.0 / pattern.block_rows);
