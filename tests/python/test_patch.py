@@ -472,7 +472,7 @@ def test_relatives_of_linear_layers_are_left_alone_and_reported() -> None:
     assert "skipped 1 (Scaled): a subclass of nn.Linear" in str(report)
 
 
-# What is not converted.
+# Layers that are not converted.
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
