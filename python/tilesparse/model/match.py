@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from .._checks import BLOCK_SIZES, check_block_shape, check_module, check_shapes, shown
+from .._checks import (
+    BLOCK_SIZES,
+    check_block_shape,
+    check_callable,
+    check_kind,
+    check_module,
+    check_shapes,
+    items_of,
+    shown,
+)
 from ..calibrate.stream import call_apart, observing, tensors_in
 from ..config import BlockSparseConfig, check_of_experts
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError
@@ -219,7 +228,8 @@ class NamePattern:
 
 def parsed(argument: str, texts: str | Sequence[str]) -> list[NamePattern]:
     """Return the patterns of an argument that is one name or regular expression, or several."""
-    return [NamePattern.parse(text, argument) for text in ([texts] if isinstance(texts, str) else texts)]
+    own = [texts] if isinstance(texts, str) else items_of(argument, texts, "names or regular expressions")
+    return [NamePattern.parse(text, argument) for text in own]
 
 
 def matching(
@@ -463,8 +473,8 @@ def rules_of(
     if not config:
         raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
     for name, own in config.items():
-        if not isinstance(own, BlockSparseConfig | None):
-            raise InvalidTypeError(f"config[{name!r}] must be a BlockSparseConfig, got {shown(own)}")
+        if own is not None:
+            check_kind(f"config[{name!r}]", own, BlockSparseConfig)
     return [Rule(NamePattern.parse(name, "config"), own) for name, own in config.items()]
 
 
@@ -602,6 +612,7 @@ def refusal_of(
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> Refusal:
     """Return why modules are not replaced: for a reason of their own, or for what the user leaves out."""
+    check_callable("filter_fn", filter_fn)
     patterns = [] if exclude is None else parsed("exclude", exclude)
     places = matching(patterns, names) if patterns else {}
     used = {place for own in places.values() for place in own}
@@ -820,17 +831,16 @@ def reasons(skipped: Sequence[SkippedLayer]) -> str:
     return "; ".join(dict.fromkeys(f"{layer.name!r}: {layer.reason}" for layer in skipped[:3]))
 
 
-def checked_config(where: str, config: object) -> BlockSparseConfig:
+def checked_config(where: str, config: Any) -> BlockSparseConfig:
     """Return a config that keeps some blocks; `where` names the argument in messages."""
-    if not isinstance(config, BlockSparseConfig):
-        raise InvalidArgumentError(f"{where} must be a BlockSparseConfig, got {shown(config)}")
+    check_kind(where, config, BlockSparseConfig)
     if not config.density:
         raise InvalidArgumentError(f"{where}: density must be a number above 0 and at most 1, got 0")
     if config.transposable:
         raise InvalidArgumentError(
             f"{where}: transposable must be False: pruning chooses two of four weights in rows alone"
         )
-    return config
+    return config  # type: ignore[no-any-return]
 
 
 def block_shape_of(config: BlockSparseConfig) -> tuple[int, int]:

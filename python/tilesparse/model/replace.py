@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_block_shape
+from .._checks import check_block_shape, check_flag
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, Projections, projections_of
@@ -147,6 +147,8 @@ def sparsify_(
         >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
         >>> print(report)
     """
+    check_flag("dry_run", dry_run)
+    check_flag("strict", strict)
     rules, names = rules_of(config, layers), names_of_modules(model)
     refusal = refusal_of(names, reason_not_patchable, exclude, filter_fn)
     reads, spare_outputs = weight_reads(model, batch), filter_fn is None

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._checks import shown
 from ..calibrate.calibration import check_model, collected, warn_of_few_tokens
-from ..calibrate.stream import call_apart, chosen_device, observing
+from ..calibrate.stream import caller, chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.match import (
@@ -91,7 +91,7 @@ def quantize_(
     others = [name for name in targets if name not in experts]
     weights = [name for name in others if targets[name].activations is None]
     eight_bits = [name for name in others if name not in weights]
-    task = Task(model, targets, data, forward or call_apart, chosen_device(model, device))
+    task = Task(model, targets, data, caller(forward), chosen_device(model, device))
     with observing(model), torch.no_grad():
         if eight_bits:
             smooth(task, eight_bits, weights)
