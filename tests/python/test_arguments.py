@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
             "dry_run": [2],
             "strict": [None],
             **CHOSEN,
-            "layers": [3, [3], "("],
+            "layers": [3, [], [3], "("],
         },
     ),
     "densify_": (of_model(tilesparse.densify_, sparse), {"model": [3], **CHOSEN, "layers": [3, "nothing"]}),

@@ -848,7 +848,7 @@ LOADING_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"path": "pipe"}, f"{CONFIG}: cannot be read: a pipe, no file"),
     ({"device": "meta"}, "device must have memory"),
     ({"device": "no such"}, "device(: | must )"),
-    *(({"model_or_class": model}, "model must be a torch.nn.Module") for model in (5, dict)),
+    *(({"model_or_class": model}, "model_or_class.* must be a torch.nn.Module") for model in (5, dict)),
 ]
 
 

@@ -85,7 +85,9 @@ def load(
         CheckpointError: the checkpoint is damaged, newer than this library, or does not fit the model.
     """
     if not callable(model_or_class):
-        raise InvalidTypeError(f"model_or_class must be a module or make one, got {shown(model_or_class)}")
+        raise InvalidTypeError(
+            f"model_or_class must be a torch.nn.Module or make one, got {shown(model_or_class)}"
+        )
     folder = checked_folder(path)
     while True:
         before = state_of(folder)

@@ -33,7 +33,9 @@ from .match import (
     matching,
     names_of_modules,
     parsed,
+    reason_from_holders,
     reason_not_patchable,
+    references,
     refusal_of,
     replace_modules,
     rules_of,
@@ -197,7 +199,8 @@ def densify_(
     names, twin = names_of_modules(model), _twin(model)
     there = {} if twin is None else dict(twin.named_modules(remove_duplicate=False))
     patterns = parsed("layers", ".*" if layers is None else layers)
-    refusal = refusal_of(names, lambda _: None, exclude, filter_fn)
+    held = references(names)
+    refusal = refusal_of(names, lambda module: reason_from_holders(module, held), exclude, filter_fn)
     places = {module: own for module, own in matching(patterns, names).items() if _is_whole(module)}
     for place, pattern in enumerate(patterns if layers is not None else ()):
         if not any(place in own for own in places.values()):

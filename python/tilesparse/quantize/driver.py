@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import shown
+from .._checks import check_kind
 from ..calibrate.calibration import check_model, collected, warn_of_few_tokens
 from ..calibrate.stream import caller, chosen_device, observing
 from ..config import BlockSparseConfig
@@ -160,11 +160,8 @@ def _targets(
     return targets, skipped
 
 
-def _check_config(config: object) -> None:
-    if not isinstance(config, BlockSparseConfig):
-        raise InvalidArgumentError(
-            f"config must be a BlockSparseConfig or a mapping of names to them, got {shown(config)}"
-        )
+def _check_config(config: Any) -> None:
+    check_kind("config", config, BlockSparseConfig)
     if not isinstance(storage_of(config.storage), QuantizedStorage):
         raise InvalidArgumentError(f"config must have a storage of 8 or 4 bits, got {config.storage!r}")
     if config.granularity == "block":
