@@ -78,7 +78,7 @@ class Encoder(nn.Module):
 
 def loaded(name: str, variant: str = "") -> Encoder:
     transformers = importlib.import_module("transformers")
-    # What is faster in PyTorch 2.13: its fused attention in float32, separate products in bfloat16.
+    # PyTorch 2.13 is fastest with fused attention in float32, and with separate products in bfloat16.
     attention = "eager" if "bfloat16" in variant else "sdpa"
     options: dict[str, Any] = {"attn_implementation": attention, "add_pooling_layer": False}
     if name == "minilm":

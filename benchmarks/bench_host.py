@@ -26,7 +26,7 @@ from tilesparse import BlockSparseLinear
 FEATURES = 256
 DENSITY, BLOCK_SHAPE = 0.25, (32, 32)
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-# What gradients are recorded in, and whether there is a backward pass.
+# Contexts of the calls, and True with a backward pass.
 MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
     "inference": (torch.inference_mode, False),
     "no_grad": (torch.no_grad, False),

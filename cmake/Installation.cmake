@@ -1,4 +1,4 @@
-# What is installed, in the component `core`: headers, libraries, and how CMake and pkg-config find them.
+# Installed files, in the component `core`: headers, libraries, and how CMake and pkg-config find them.
 include(CMakePackageConfigHelpers)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tilesparse)
 

@@ -44,7 +44,7 @@ TAGS = re.compile(
 FATBIN = struct.pack("<I", 0xBA55ED50)  # with which a fat binary of nvcc begins
 PTX, CUBIN = 1, 2
 
-# Of a source distribution: everything is one of these, or lies in one.
+# A source distribution has nothing but these and what lies in them.
 FOLDERS = "benchmarks cmake cpp cuda docs examples findings python tests third_party tools"
 FILES = "CHANGELOG.md CMakeLists.txt CONTRIBUTING.md LICENSE PKG-INFO README.md mkdocs.yml pyproject.toml"
 # And it has these, without which nothing is built, offline either.

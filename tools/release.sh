@@ -93,7 +93,7 @@ PATH="$work/offline/bin:$PATH" PIP_NO_INDEX=1 CMAKE_ARGS="$CMAKE_ARGS -DTILESPAR
     "$work/tilesparse-$version"
 ls "$work/from-sdist"
 
-# What PyTorch 2.6 cannot do, each as it was seen to fail there.
+# Tests of what PyTorch 2.6 cannot do, each as it was seen to fail there.
 with_oldest=(
     # Its fully_shard needs a GPU: streams of the CPU have no record_event.
     test_parallel.py test_programs.py::test_parallel_training_is_measured

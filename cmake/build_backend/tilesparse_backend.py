@@ -40,10 +40,10 @@ __all__ = [
 
 Settings = dict[str, str | list[str]] | None
 
-# Of each release of CUDA the first whose requirements name one version of every part of the compiler.
+# The first release of each CUDA whose requirements name one version of every part of the compiler.
 _TOOLKITS = {(13, 0): "13.0.3.0", (13, 2): "13.2.2"}
 _CUTLASS = Path(__file__).resolve().parents[2] / "third_party" / "cutlass"
-# Of the wheel of nvidia-cutlass: the headers, and the licence.
+# The headers and the licence in the wheel of nvidia-cutlass.
 _HEADERS = re.compile(r"cutlass_library/source/(include/(?:cute|cutlass)/.+)")
 _LICENCE = re.compile(r"[^/]+\.dist-info/licenses/(LICENSE\.txt)")
 _CUDA_OPTION = re.compile(r"TILESPARSE_CUDA(?::BOOL)?=(\w+)")

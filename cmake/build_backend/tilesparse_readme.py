@@ -30,7 +30,7 @@ def adapt(text: str, repository: str | None, version: str) -> str:
 
 
 def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
-    """What scikit-build-core asks of a provider of metadata, after that of the version."""
+    """Return the readme, as scikit-build-core asks a provider of metadata, after that of the version."""
     if settings:
         raise RuntimeError(f"tilesparse_readme has no settings, got {', '.join(settings)}")
     repository = project.get("urls", {}).get("Source")

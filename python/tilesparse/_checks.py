@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Number, Real
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -77,6 +77,31 @@ def check_flag(name: str, value: object) -> None:
     """Raise `InvalidTypeError` unless a value is True or False."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_choice(name: str, choice: object, choices: Collection[object]) -> None:
+    """Refuse what is none of some texts, numbers, dtypes or None."""
+    if not isinstance(choice, str | Real | torch.dtype | None) or choice not in choices:
+        raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {shown(choice)}")
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise `InvalidTypeError` for what is not of a class, which has a short name."""
+    if not isinstance(value, kind):
+        raise InvalidTypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise `InvalidTypeError` for what is neither None nor can be called."""
+    if value is not None and not callable(value):
+        raise InvalidTypeError(f"{name} must be a function or None, got {shown(value)}")
+
+
+def items_of(name: str, given: Any, what: str) -> list[Any]:
+    """Return the items of a list or another iterable of them, a text not being one."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InvalidTypeError(f"{name} must be a list of {what}, got {shown(given)}")
+    return list(given)
 
 
 def check_block_shape(
@@ -183,7 +208,12 @@ def checked_device(device: object) -> torch.device:
     """Return a device that has memory, with its number, which could differ between threads."""
     try:
         found = torch.empty(0, device=device).device  # type: ignore[call-overload]
-    except (AssertionError, RuntimeError, TypeError) as error:  # the first of a PyTorch without that device
+    except (
+        AssertionError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # the first of a PyTorch without that device
         raise InvalidArgumentError(
             f"device must be one that PyTorch has here, got {device!r}: {error}"
         ) from error

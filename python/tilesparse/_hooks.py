@@ -1,11 +1,12 @@
-"""Libraries that are optional: callbacks once they are imported."""
+"""Imports: modules of packages once they are asked for, callbacks once optional libraries are imported."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -28,6 +29,25 @@ def when_imported(name: str, callback: Callback, otherwise: str) -> None:
     _WATCHED.setdefault(name, []).append((callback, otherwise))
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's ``__getattr__``, which imports modules, and names by their modules, once asked."""
+
+    def find(name: str) -> Any:
+        if name in modules:
+            value = getattr(importlib.import_module(f".{modules[name]}", package), name)
+            setattr(sys.modules[package], name, value)
+            return value
+        if not name.startswith("_"):
+            try:
+                return importlib.import_module(f".{name}", package)
+            except ModuleNotFoundError as error:
+                if error.name != f"{package}.{name}":
+                    raise
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find
 
 
 def adapt(owner: Any, name: str, adaptation: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from ._checks import (
     SCALE_GROUP,
     as_number,
     check_block_shape,
+    check_choice,
     check_compressible,
     check_exact_sums,
     check_flag,
@@ -141,8 +142,7 @@ class LayerSpec:
         shapes = pattern_shapes if is_plain else check_shapes
         shape, block_shape, (rows, columns) = shapes(self.shape, self.block_shape)
         nnz = checked_count("nnz", self.nnz, 0, rows * columns)
-        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
-            raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)}, got {shown(self.dtype)}")
+        check_choice("dtype", self.dtype, DTYPES)
         _check_form(self, block_shape, shape[1])
         has_scales = traits_of(self.storage).dtype is not None
         allowed: tuple[str | None, ...] = GRANULARITIES if has_scales else (None,)
@@ -220,8 +220,7 @@ class LayerSpec:
                     f"{name} must be integers from 0 to 2^31 - 1, got {shown(entry[name])}"
                 )
         for name, allowed in (("dtype", tuple(_DTYPES)), ("policy", POLICIES)):
-            if not isinstance(entry[name], str) or entry[name] not in allowed:
-                raise InvalidArgumentError(f"{name} must be one of {list(allowed)}, got {shown(entry[name])}")
+            check_choice(name, entry[name], allowed)
         own = {**entry, "dtype": _DTYPES[entry["dtype"]]}
         return cls(granularity=own.pop("scales"), **own)
 

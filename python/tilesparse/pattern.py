@@ -72,7 +72,10 @@ def _integers(
     given = shared(name, given)
     if isinstance(given, Tensor):
         _checks.check_content(name, given)
-    numbers = torch.as_tensor(given, device=device)
+    try:
+        numbers = torch.as_tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError) as wrong:
+        raise error(f"{name} must be an array or lists of integers, got {shown(given)}: {wrong}") from wrong
     if numbers.numel() and (
         numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
     ):

@@ -1,4 +1,4 @@
-"""What the tests share: adversarial patterns, dense references and error bounds."""
+"""Shared by the tests: adversarial patterns, dense references and error bounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEVICE_DTYPES = [
 LAYOUTS = list(product((0, 1), (0, 1)))  # of x and y: row-major and column-major
 # The operand that each product writes.
 OUTPUTS = {DDS_NT: "y", DDS_NN: "x", SDD_TN: "values"}
-# What each product can do besides multiplying.
+# Options of each product besides multiplying.
 OPTIONS: dict[int, list[dict[str, Any]]] = {
     DDS_NT: [
         {"bias": bias, "activation": name, "residual": residual, "gated": gated}
@@ -81,7 +81,7 @@ PATTERNS = {
     "random 50%": lambda r, c: _uniform(r, c) < 0.5,
 }
 
-# Of a small model of Transformers.
+# Sizes of a small model of Transformers.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,

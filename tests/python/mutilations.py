@@ -20,7 +20,7 @@ Change = Callable[[Any], object]
 
 
 class Mutilation(NamedTuple):
-    """What was done, to which of the valid checkpoints, and the function of its copy that does it."""
+    """A change in words, the valid checkpoint it is made to, and the function of its copy that makes it."""
 
     text: str
     base: str
@@ -181,7 +181,7 @@ def _configs(bases: Bases) -> Iterator[Mutilation]:
     for layer, entry in json.loads((bases.single / CONFIG).read_text())["tilesparse"]["layers"].items():
         for field, value in entry.items():
             for given in hostile:
-                # Of values in 8 bits the file does not say what they were before.
+                # A file does not say what values in 8 bits were before.
                 harmless = (field, given) == ("dtype", "float64") and entry["storage"] == "int8"
                 harmless |= field == "transposable" and given is True and entry["nm"] == [2, 4]
                 if not (given == value and type(given) is type(value)) and not harmless:

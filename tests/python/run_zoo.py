@@ -123,7 +123,7 @@ def check(condition: object, message: str) -> None:
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str = "outputs", tolerance: float = 1e-4) -> None:
-    """Of the largest number that is expected; sums have other orders, and models many layers."""
+    """Check to a part of the largest number expected; sums have other orders, and models many layers."""
     check(actual.shape == expected.shape, f"{what}: {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     error = (actual.double() - expected.double()).abs().max()
     bound = tolerance * expected.abs().max()
@@ -239,7 +239,7 @@ def save_for_loading(kind: Kind, folder: Path) -> None:
 
 
 def loaded_elsewhere(folders: Sequence[Path], kinds: Sequence[Kind]) -> list[dict[str, str]]:
-    """What a new process says of the models that were saved, by the way in which they are loaded."""
+    """Return what a new process says of the saved models, by the way in which they are loaded."""
     names = {id(kind): name for name, kind in ZOO.items()}
     pairs = [[names[id(kind)], str(folder)] for kind, folder in zip(kinds, folders, strict=True)]
     program = "import json, sys, run_zoo; print(json.dumps(run_zoo.load_all(json.loads(sys.argv[1]))))"

@@ -47,7 +47,13 @@ LAYER: dict[str, list[Any]] = {
     "policy": ["fast", 3, None],
     "transposable": [2],
 }
-CALIBRATED: dict[str, list[Any]] = {"model": [3], "batches": [3, []], "device": ["moon"]}
+CHOSEN: dict[str, list[Any]] = {"layers": [3, [3]], "exclude": [3, "("], "filter_fn": [3, "x"]}
+CALIBRATED: dict[str, list[Any]] = {
+    "model": [3],
+    "batches": [3, []],
+    "device": ["moon", 2**80],
+    "forward": [3, 0],
+}
 # The call of each verb with what it requires, and wrong values of its arguments.
 CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
     "BlockSparseLinear": (
@@ -61,18 +67,20 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
         lambda **own: BlockSparseLinear.from_linear(
             **{"linear": nn.Linear(64, 64), "block_shape": 32, **own}
         ),
-        {"linear": [3, nn.ReLU()], "density": FRACTIONS, "scores": [torch.ones(3, 3)], "pattern": [3]},
+        {"linear": [3, nn.ReLU()], "density": FRACTIONS, "scores": [3, torch.ones(3, 3)], "pattern": [3]},
     ),
     "sparsify_": (
         of_model(tilesparse.sparsify_, dense, config=CONFIG),
         {
             "model": [3, None],
             "config": [3, {"0": 3}, {3: CONFIG}],
-            "layers": [[3], "("],
-            "exclude": [[3], "("],
+            "dry_run": [2],
+            "strict": [None],
+            **CHOSEN,
+            "layers": [3, [], [3], "("],
         },
     ),
-    "densify_": (of_model(tilesparse.densify_, sparse), {"model": [3], "layers": [[3], "nothing"]}),
+    "densify_": (of_model(tilesparse.densify_, sparse), {"model": [3], **CHOSEN, "layers": [3, "nothing"]}),
     "prepare_for_inference_": (
         of_model(tilesparse.prepare_for_inference_, sparse),
         {"model": [3, dense()], "batch": [3, "x"]},
@@ -83,11 +91,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
     ),
     "prune_": (
         of_model(tilesparse.prune_, dense, config=CONFIG, batches=BATCHES),
-        {**CALIBRATED, "config": [3, None, {}], "method": ["best", 3], "refit": ["x"]},
+        {**CALIBRATED, **CHOSEN, "config": [3, None, {}], "method": ["best", 3, []], "refit": ["x"]},
     ),
     "quantize_": (
         of_model(tilesparse.quantize_, sparse, config=BlockSparseConfig.w8a8(), batches=BATCHES),
-        {**CALIBRATED, "config": [3, None], "layers": ["nothing"]},
+        {**CALIBRATED, **CHOSEN, "config": [3, None], "layers": [3, "nothing"]},
     ),
     "distill_": (
         of_model(
@@ -104,7 +112,10 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
             "batches": [3, []],
             "lr": RATES,
             "optimizer": [3],
-            "graph": ["x"],
+            "loss": [3],
+            "forward": [3],
+            "callback": [3],
+            "graph": ["x", 1],
             "accumulate": [0, 1.5],
             "clip": [-1, "x"],
             "autocast": [3, torch.int8],
@@ -116,11 +127,39 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
     ),
     "advise": (
         of_model(tilesparse.advise, dense, batch=BATCHES[0]),
-        {"model": [3], "batch": [3], "densities": [[], [2.0], ["x"]], "block_shapes": [[]]},
+        {
+            "model": [3],
+            "batch": [3],
+            "densities": [3, [], [2.0], ["x"]],
+            "block_shapes": [3, []],
+            "layers": [3],
+        },
     ),
     "save": (
         of_model(tilesparse.save, sparse, path="saved"),
         {"model": [3], "path": [3, None], "max_shard_size": [0, -1, "x", 1.5], "state_dict": [3]},
+    ),
+    "load": (
+        lambda **own: tilesparse.load(**{"model_or_class": sparse, "path": "saved", **own}),
+        {"model_or_class": [3, None], "path": [3, None]},
+    ),
+    "convert": (
+        partial(tilesparse.convert, "x.pt", None),
+        {"dtype": [[], torch.int8], "max_shard_size": [0]},
+    ),
+    "measure_errors": (
+        of_model(prune.measure_errors, dense, batches=BATCHES, configs=[CONFIG]),
+        {**CALIBRATED, "layers": [3], "configs": [3, [], [3]]},
+    ),
+    "permute_": (
+        of_model(
+            prune.permute_,
+            dense,
+            config=CONFIG,
+            batches=BATCHES,
+            groups=[prune.PermutationGroup(("0",), "2")],
+        ),
+        {**CALIBRATED, "config": [3], "groups": [3, [3]]},
     ),
     "PatternSchedule": (
         scheduled(train.PatternSchedule, every=2),
@@ -139,10 +178,14 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, list[Any]]]] = {
         partial(tuning.tune, [PRODUCT]),
         {"candidates": [0, 1.5], "repetitions": [0, "x"], "device": ["moon"]},
     ),
-    "choose": (partial(tuning.choose, PRODUCT), {"policy": ["fast"], "device": ["moon", 3.5]}),
+    "choose": (
+        lambda **own: tuning.choose(**{"product": PRODUCT, **own}),
+        {"product": [3], "policy": ["fast"], "device": ["moon", 3.5]},
+    ),
+    "tuning.load": (tuning.load, {"path": [3]}),
     "allocate": (
         of_model(prune.allocate, dense, profiles={"0": {CONFIG: 0.1}}, bytes=10**6),
-        {"profiles": [{}], "model": [3], "bytes": [-1, "x"], "milliseconds": [-1, "x"], "report": [3]},
+        {"profiles": [3, {}], "model": [3], "bytes": [-1, "x"], "milliseconds": [-1, "x"], "report": [3]},
     ),
 }
 WRONG = [(verb, name, value) for verb, (_, own) in CASES.items() for name in own for value in own[name]]

@@ -78,6 +78,9 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: BlockPattern.from_blocks([(3, 0)], **OF_SHAPE), r"blocks.*\(3, 0\)"),
     (lambda: BlockPattern.from_blocks([(0, -1)], **OF_SHAPE), "blocks"),
     (lambda: BlockPattern.from_blocks([(1, 1), (0, 0), (1, 1)], **OF_SHAPE), r"blocks.*\(1, 1\).*twice"),
+    (lambda: BlockPattern.from_blocks({(0, 0)}, **OF_SHAPE), "blocks.*set"),  # type: ignore[arg-type]
+    (lambda: BlockPattern.from_blocks([(0, 0), (1,)], **OF_SHAPE), "blocks"),  # type: ignore[list-item]
+    (lambda: BlockPattern.from_blocks([(0, 2**70)], **OF_SHAPE), "blocks"),
     (lambda: BlockPattern.from_blocks(torch.ones(2, 3).long(), **OF_SHAPE), "blocks"),
     (lambda: BlockPattern.from_blocks(torch.ones(2, 2), **OF_SHAPE), "blocks.*float32"),
     (

@@ -1,4 +1,4 @@
-"""What a user is told where parts of an installation, or the driver, do not belong together."""
+"""Errors where parts of an installation, or the driver, do not belong together."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ info = (ctypes.c_uint32 * 22)(88)  # ts_device_info
 print(library.ts_device_get(1, 0, info), library.ts_last_error().decode())
 """
 
-# What the CUDA runtime asks a driver first; all else is missing.
+# Functions that the CUDA runtime asks a driver for first; all others are missing.
 DRIVER = """
 #include <string.h>
 int cuInit(unsigned flags) { return 0; }
@@ -151,7 +151,7 @@ def test_a_driver_that_is_too_old_is_named(tmp_path: Path, version: int) -> None
 
 @needs_cuda
 def test_a_missing_driver_is_missed(tmp_path: Path) -> None:
-    """What lies under its name here is no library, as far as the loader is concerned."""
+    """The file of its name is no library here, as far as the loader is concerned."""
     (tmp_path / "libcuda.so.1").write_text("nothing")
     done = run(ASK, LD_LIBRARY_PATH=str(tmp_path))
     assert done.stdout.startswith("4 no usable CUDA device: "), done

@@ -95,7 +95,7 @@ def updates(layer: BlockSparseLinear) -> dict[str, Callable[[int], Any]]:
     }
 
 
-# Of two states that are loaded at once, some tensors are of the one and some of the other.
+# One thread loads states: two that are loaded at once may each give some of the tensors.
 WAYS = [("assign", 1), ("assign", 2), ("update_", 1), ("update_", 2), ("load_state_dict", 1)]
 
 

@@ -211,7 +211,7 @@ def hugging_face(weight: Tensor) -> dict[str, Tensor]:
 
 
 def semi_structured(weight: Tensor) -> Tensor:
-    """What `to_sparse_semi_structured` makes on a GPU, made on the CPU."""
+    """Make on the CPU what `to_sparse_semi_structured` makes on a GPU."""
     packed, meta = sparse_semi_structured_from_dense_cutlass(weight.half())
     return SparseSemiStructuredTensorCUTLASS(weight.shape, packed, meta, None, None, None)
 

@@ -66,7 +66,7 @@ def refusal(row: Row) -> str:
 
 
 def descriptor(pattern: BlockPattern) -> _C.Pattern:
-    """Of memory that lasts as long as the pattern."""
+    """Return the descriptor of a pattern; its memory lasts as long as the pattern."""
     return prepared(pattern.index_on(torch.device("cpu"))).descriptor
 
 

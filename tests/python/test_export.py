@@ -88,7 +88,7 @@ def aoti_compile(
 
 
 def loads_packages_for_gpus(tmp_path: Path) -> bool:
-    """Whether PyTorch loads one without this library; seen to crash with 2.11 for CUDA 13.0 on an H200."""
+    """Return True if PyTorch loads one without this library; 2.11 for CUDA 13.0 crashed on an H200."""
     x = torch.ones(3, 64, device="cuda")
     aoti_compile(exported_for_any_batch(nn.Linear(64, 64, device="cuda"), x), tmp_path, None)
     script = "import sys, torch; torch.ones(1, device='cuda'); torch._inductor.aoti_load_package(sys.argv[1])"
@@ -211,7 +211,7 @@ def test_a_package_is_right_in_a_new_process_and_follows_the_constants_it_loads(
 def test_a_package_that_would_go_wrong_is_refused(
     tmp_path: Path, configs: dict[str, Any] | None, said: str
 ) -> None:
-    """Of patterns that would be literals, and of folding, in which PyTorch calls other operators."""
+    """Patterns would be literals, and folding calls other operators of PyTorch."""
     program = exported_for_any_batch(model(1), randn(5, IN, dtype=torch.float32))
     with pytest.raises(Exception, match=said):  # an UnsupportedError, within one of Inductor or not
         aoti_compile(program, tmp_path, configs)

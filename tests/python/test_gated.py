@@ -43,7 +43,7 @@ def gradient_by_pytorch(grad: Tensor, y: Tensor, by: Tensor | None, code: int) -
 
 @pytest.fixture
 def calls(device: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those of kernels, which take all gates they can; on the CPU PyTorch takes their place."""
+    """Calls of kernels, which take all gates they can; on the CPU PyTorch takes their place."""
     called: list[str] = []
     kernels: list[Any] = [launch.gate, launch.gate_gradient]
     if device == "cpu":

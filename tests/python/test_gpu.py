@@ -481,7 +481,7 @@ def a_kernel(device: int, op: int) -> str:
     return next(kernel.name for kernel in _C.kernels() if kernel.device == device and kernel.ops >> op & 1)
 
 
-# What is wrong -> (call, what the message names).
+# The mistake -> (call, what the message names).
 BAD_CALLS: dict[str, tuple[Call, str]] = {
     "values on the CPU": (lambda p, x, y, v, b: functional.linear(x, v.cpu(), p), "x must be on cpu"),
     "x on the CPU": (lambda p, x, y, v, b: functional.linear(x.cpu(), v, p), "x must be on cuda:0"),

@@ -609,7 +609,7 @@ def test_compiled_code_follows_offsets_and_numbers_of_tokens(device: str) -> Non
 
 # ---- what is refused ----
 
-# What is changed, to what, and what the message begins with.
+# The changed operand, its new value, and the beginning of the message.
 BAD: dict[str, tuple[str, Callable[[Case], Any], str]] = {
     "int64": ("offsets", lambda c: c.offsets.long(), "offsets"),
     "two dimensions": ("offsets", lambda c: c.offsets[None], "offsets"),

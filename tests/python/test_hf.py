@@ -342,7 +342,7 @@ def test_falcon_is_converted_layer_by_layer(tmp_path: Path) -> None:
 
 
 def assert_saved(model: Any, folder: Path) -> None:
-    """What is written is what the model is, dense or sparse."""
+    """The files say what the model is, dense or sparse."""
     model.save_pretrained(folder)
     assert ("quantization_config" in written(folder)) == bool(sparse_layers(model))
     assert_same(type(model).from_pretrained(folder), model)
@@ -418,7 +418,7 @@ def test_models_are_described_however_they_were_made(make: Callable[[Path], Any]
 
 
 def test_modules_have_their_part_of_the_configuration(tmp_path: Path) -> None:
-    """Those of text and of images in CLIP have configurations within that of the model."""
+    """The parts for text and images in CLIP have configurations within that of the model."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = CLIPConfig(text_config={**sizes, "vocab_size": 96}, vision_config={**sizes, **IMAGES})
     sparse, dense = CLIPModel(config), CLIPModel(config)

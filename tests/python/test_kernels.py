@@ -163,14 +163,14 @@ def rows_of(device: int) -> list[Row]:
     ]
 
 
-# Those named so compute grouped products alone.
+# Kernels with "grouped" in their name compute grouped products alone.
 ROWS = [row for row in rows_of(CUDA) if "grouped" not in row.name]
 GROUPED_ROWS = [
     row._replace(grouped=True) for row in rows_of(CUDA) if not row.scales_inside and not row.of_any_block
 ]
 ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
-# Those that are given the expansion of values they do not read.
+# Kernels that are given the expansion of values they do not read.
 ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN and not row.scales_inside]
 PLAIN_OPTIONS = {op: [each for each in options if "of_bias" not in each] for op, options in OPTIONS.items()}
 

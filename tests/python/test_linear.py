@@ -41,7 +41,7 @@ def randn(*shape: int, **options: Any) -> Tensor:
 
 
 def gradients(module: Callable[..., Tensor], x: Tensor) -> list[Tensor]:
-    """Of a fixed scalar of the output, with respect to x and the parameters."""
+    """Return gradients of a fixed scalar of the output, with respect to x and the parameters."""
     y = module(x)
     target = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view_as(y)
     return list(torch.autograd.grad((y * target).sum(), [x, *module.parameters()]))

@@ -50,7 +50,7 @@ def summed(layer: BlockSparseLinear, before: Tensor, batches: list[tuple[Tensor,
 
 
 def with_main_grad(layer: BlockSparseLinear, seed: int = 9) -> Tensor:
-    """What was there before, which is on the layer's weight from now on."""
+    """Give a layer's weight a main_grad, and return a copy of it."""
     before, weight = torch.randn(layer.weight.shape, generator=seeded(seed)), cast(Any, layer.weight)
     weight.main_grad = before.to(weight.device, copy=True)
     return before

@@ -167,7 +167,7 @@ def test_operands_may_change_their_alignment(device: str) -> None:
 
 
 def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) -> list[Tensor]:
-    """What records no gradient may skip the dispatcher."""
+    """Products that record no gradient may skip the dispatcher."""
     with torch.no_grad():
         return [
             functional.linear(x, values, pattern, residual=y),
@@ -179,7 +179,7 @@ def eager_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) 
 
 
 def training_products(pattern: BlockPattern, x: Tensor, y: Tensor, values: Tensor) -> list[Tensor]:
-    """Where autograd acts alone on them, they may skip the dispatcher, too."""
+    """Products that autograd alone acts on may skip the dispatcher, too."""
     x, values = (tensor.detach().requires_grad_() for tensor in (x, values))
     result = functional.linear(x, values, pattern)
     return list(torch.autograd.grad(result, (x, values), y.detach()))
@@ -332,7 +332,7 @@ def test_products_are_repeated_as_they_ran(device: str, name: str, monkeypatch: 
 
 
 def test_products_of_threads_that_update_and_run() -> None:
-    """What one thread drops while another runs it must live on."""
+    """Plans that one thread drops while another runs them must live on."""
     pattern = make_pattern("full", (2, 2), (16, 16))
     values, x = random_values(pattern, dtype=torch.float32), torch.ones(4, 32)
     expected = functional.linear(x, values, pattern)

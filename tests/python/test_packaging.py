@@ -123,7 +123,7 @@ def test_one_pool_of_threads_with_pytorch() -> None:
 
 
 def test_an_import_is_silent_and_its_dependencies_are_stated() -> None:
-    code = "import sys, tilesparse, tilesparse.prune, tilesparse.tuning; sys.stderr.write('imported')"
+    code = "import sys, tilesparse, tilesparse.prune, tilesparse.tuning.advise; sys.stderr.write('imported')"
     command = sys.executable, "-W", "always", "-c", code
     assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == "imported"
     lines = [line for line in importlib.metadata.requires("tilesparse") or [] if "extra ==" not in line]

@@ -8,6 +8,7 @@ import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -472,7 +473,7 @@ def test_relatives_of_linear_layers_are_left_alone_and_reported() -> None:
     assert "skipped 1 (Scaled): a subclass of nn.Linear" in str(report)
 
 
-# What is not converted.
+# Layers that are not converted.
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -740,6 +741,9 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "a key": lambda layer: {layer: 1},
     "a partial function": lambda layer: partial(layer),
     "a bound method": lambda layer: layer.forward,
+    "a function": lambda layer: lambda x: layer(x),
+    "a default": lambda layer: lambda x, own=layer: own(x),
+    "an object": lambda layer: SimpleNamespace(own=layer),
 }
 
 
@@ -750,6 +754,19 @@ def test_layers_that_something_would_go_on_holding_stay_dense(what: str) -> None
     report = patch(model, ".*", density=0.5)
     assert [layer.name for layer in report.layers] == ["1"]
     assert "1.holder" in {one.name: one.reason for one in report.skipped}["0"]
+
+
+def test_a_layer_that_is_compiled_by_itself_goes_on_computing_what_the_model_has() -> None:
+    """Its compiled function holds the layer, and would go on calling what was replaced."""
+    x, change = torch.randn(3, 64), partial(patch, regex=".*", strict=False)
+    for layer, verb in (
+        (nn.Linear(64, 64), change),
+        (BlockSparseLinear(64, 64, block_shape=32), densify_),
+    ):
+        model = nn.Sequential(torch.compile(layer, backend="eager"))
+        y = model(x)
+        assert "holds it" in {one.name: one.reason for one in verb(model).skipped}["0._orig_mod"]
+        assert next(iter(model[0].children())) is layer and torch.equal(model(x), y)
 
 
 def test_attributes_of_layers_and_weights_are_carried_over() -> None:

@@ -129,7 +129,7 @@ def masked() -> nn.Module:
 @pytest.mark.parametrize(
     ("group", "text"),
     [
-        ("first", "groups must be PermutationGroup, got 'first'"),
+        ("first", "groups must be a PermutationGroup, got 'first'"),
         (PermutationGroup(("nothing",), "second"), "groups must fit the model: 'nothing'"),
         (PermutationGroup(("",), "second"), "groups must fit the model: ''"),
         (PermutationGroup(("first",), "gate"), r"groups must fit the model: .* \[32, 48\] features"),

@@ -88,7 +88,7 @@ def build(pattern: BlockPattern, kernel: int, op: int, device: str, groups: int 
 
 
 def prepared_on(device: str, pattern: BlockPattern, groups: int = 1) -> Prepared:
-    """What is read of a pattern on that device; its memory lasts as long as the pattern."""
+    """Return a pattern prepared for that device; its memory lasts as long as the pattern."""
     one = prepared(pattern.index_on(torch.device(device)))
     return one if groups == 1 else one.grouped(groups)
 
@@ -133,7 +133,7 @@ def sections_of(
 
 
 def is_aligned(key: int) -> bool:
-    """Whether plans with that key are of aligned steps."""
+    """Return True for the key of plans of aligned steps."""
     return key >> 28 == 1
 
 
@@ -143,12 +143,12 @@ def squares_of(pattern: BlockPattern) -> int:
 
 
 def walks_strips(kernel: int) -> bool:
-    """Whether the kernel's plans of sdd are those of cuda/common/strip_plan.h."""
+    """Return True if the kernel's plans of sdd are those of cuda/common/strip_plan.h."""
     return _C.kernels()[kernel].plan >> 28 == 2
 
 
 def walks_lists(kernel: int) -> bool:
-    """Whether the kernel's plans are those of cuda/common/list_plan.h."""
+    """Return True if the kernel's plans are those of cuda/common/list_plan.h."""
     return _C.kernels()[kernel].plan >> 28 == 3
 
 
@@ -172,7 +172,7 @@ def takes_float32(index: int) -> bool:
 
 
 def computes(pattern: BlockPattern, index: int, op: int) -> bool:
-    """Whether a kernel accepts a product on that pattern."""
+    """Return True if a kernel accepts a product on that pattern."""
     kernel = _C.kernels()[index]
     dtype = next(bit for bit in range(7) if kernel.dtypes >> bit & 1)
     h100 = _C.DeviceInfo(1, 90, 132, 232448)  # runs every kernel there is
@@ -421,7 +421,7 @@ def test_strip_plans_leave_no_wide_block_alone(device: str) -> None:
             if ops >> SDD_TN & 1 and walks_strips(index):
                 checked += 1
                 tiles = len(build(pattern, index, SDD_TN, device)["tiles"])
-                # Where nothing crosses a row or column, it may keep one.
+                # One may remain in a row or column that nothing crosses.
                 assert tiles <= pattern.nnz / 2 + (4 if density == 0.1 else 1)
     assert checked
 
@@ -484,7 +484,7 @@ def check_list_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
 
 
 def check_strip_plan(pattern: BlockPattern, plan: dict[str, np.ndarray]) -> None:
-    """What of a block a strip and a unit cut out is in one half of one tile, at its place."""
+    """Check that each part of a block, cut by a strip and a unit, is in one half of one tile, in place."""
     strip, window, most_features = 64, 256, 576
     row_block, col_block = pattern.block_shape
     unit = 2 * window // plan["k"].shape[-1]
@@ -536,7 +536,7 @@ def structured(name: str, rows: int, cols: int) -> BlockPattern:
 
 
 def cost(plan: dict[str, np.ndarray], op: int, kernel: int) -> int:
-    """What the time of a product grows with: features loaded, products, steps or tiles."""
+    """Return a number that the time grows with: features loaded, products, steps or tiles."""
     if op == SDD_TN and walks_strips(kernel):
         _, second, units, _ = plan["tiles"].T
         return int((64 * (1 + (second >= 0)) + units * 512 // plan["k"].shape[-1]).sum())

@@ -67,7 +67,7 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 FOLDER = ROOT / "docs/notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-# What takes the place of the cell tagged "parameters".
+# Small values for the cell tagged "parameters".
 SMALL: dict[str, dict[str, Any]] = {
     "01_train_from_scratch": {"STEPS": 25, "BATCH": 4, "HIDDEN": 128, "LAYERS": 1, "EVALUATED": 16},
     "02_prune_pretrained": {

@@ -590,7 +590,7 @@ def test_layers_pruned_in_inference_mode_train() -> None:
     assert model[0].weight.grad is not None and not model[0].col_indices.is_inference()
 
 
-# What goes wrong.
+# Failures.
 
 
 class Idle(nn.Module):
@@ -711,7 +711,7 @@ def test_models_without_weights_are_refused() -> None:
         prune_(mlp().to("meta"), Config(0.5, 16), vectors())
 
 
-# What is said of what was left, and of data that are too few.
+# Messages about what was left dense, and about too few data.
 
 
 def mixtral() -> MixtralForCausalLM:

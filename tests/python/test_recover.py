@@ -341,8 +341,8 @@ T5: dict[str, Any] = {**D64, "d_kv": 32, "d_ff": 128, "num_heads": 2, "num_layer
 ENCODED = [f"encoder.block.{block}.layer.{i}" for block in (0, 1) for i in (0, 1)]
 DECODED = [f"decoder.block.{block}.layer.{i}" for block in (0, 1, 2) for i in (0, 1, 2)]
 TOWERS = ["first.0", "first.1", "second.0", "second.1"]
-# Where the data go through, and what is fitted on the way. Where a block of T5 gives a position bias to those
-# behind it, it is computed anew in the model as a whole.
+# The blocks that data go through, and the submodules fitted on the way. A position bias that a block of T5
+# gives to those behind it is computed anew in the model as a whole.
 STACKS: dict[str, tuple[Callable[[], Any], Callable[[int], list[Any]], str, list[str], list[str]]] = {
     "t5": (
         lambda: T5Model(T5Config(**T5, num_decoder_layers=3)),

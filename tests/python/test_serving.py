@@ -252,7 +252,7 @@ def test_the_shortest_program(programs: Path) -> None:
 
 
 def measured(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """What a program says that compares a layer with a reference of its own."""
+    """Run a program that compares a layer with a reference of its own."""
     environment = {**os.environ, **FOUND, "ASAN_OPTIONS": FOUND["ASAN_OPTIONS"] + ":detect_leaks=0"}
     command = [str(part) for part in (program, *arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -799,7 +799,7 @@ def test_a_packed_layer_gives_the_same_and_follows_changes(name: str, dtype: tor
     other = BlockSparseLinear(
         256, 128, dtype=dtype, generator=seeded(5), **{"block_shape": 32, **LAYERS[name]}
     )
-    # Of int4 a kernel reads few tokens as they are, and does not round the weight.
+    # A kernel for int4 reads few tokens as they are, and does not round the weight.
     x = torch.randn(16 if name == "int4" else 5, 256, dtype=dtype, generator=seeded(1))
 
     def negate_(layer: BlockSparseLinear) -> None:

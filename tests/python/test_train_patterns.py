@@ -338,7 +338,7 @@ def test_masks_of_2_to_4_stay_at_their_slots() -> None:
 # ---- resumed, scaled, compiled, several processes ----
 
 
-# What is trained, and by which schedule.
+# The options of a layer, and the schedule that trains it.
 SCHEDULES: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     **{
         name: (

@@ -105,7 +105,8 @@ def test_what_was_measured_is_chosen_here_and_in_later_programs(path: Path) -> N
     assert answer.kernel == second and first in answer.candidates
     assert answer.reason == "the fastest when measured on this device; measured 1000 us, dense 9000 us"
     code = """
-import torch, tilesparse
+import sys, torch, tilesparse
+assert "tilesparse.tuning.store" in sys.modules and "tilesparse.tuning.measure" not in sys.modules
 layer = tilesparse.BlockSparseLinear(64, 128, density=0.5, bias=False, block_shape=32)
 layer(torch.randn(10, 64))
 print(tilesparse.tuning.choose(tilesparse.tuning.Product.of(layer, tokens=16), "cpu").kernel)
@@ -444,7 +445,7 @@ def test_the_file_is_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"products": [3]}, "products must be of tuning.Product, got int"),
+        ({"products": [3]}, "products must be a Product, got 3"),
         (
             {"products": [Product(64, 64, 1, storage="int8", column_major=True, block_shape=32)]},
             "must be stored 'plain'",

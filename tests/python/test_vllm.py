@@ -203,7 +203,7 @@ def serve(folder: Path, **options: Any) -> Any:
 
 
 def served(folder: Path, use: Callable[[Any], Any] | None = None, **options: Any) -> Any:
-    """What a function finds in a server, by default what it generates.
+    """Return what a function finds in a server, by default what it generates.
 
     The server is gone afterwards: the end of one would take the process groups of the next.
     """

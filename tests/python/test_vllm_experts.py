@@ -99,7 +99,7 @@ HIDDEN, FEATURES, NUMBER = 128, 256, 3
 
 
 def layer_of(rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
-    """What vLLM's layer of experts has that the method asks for."""
+    """Return a stand-in of vLLM's layer of experts, with all that the method asks for."""
     parallel = SimpleNamespace(
         tp_rank=rank,
         tp_size=ranks,

@@ -1,4 +1,4 @@
-"""What the plugin for vLLM computes, without vLLM: in inference mode, compiled in pieces, in CUDA graphs.
+"""Results of the plugin for vLLM, without vLLM: in inference mode, compiled in pieces, in CUDA graphs.
 
 Layers are cut, merged and stored as the plugin does, and compared with the layers of the checkpoint.
 """

@@ -26,7 +26,7 @@ def test_takes_a_step(name: str, step: str) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What one new process says of all models, since starting it takes longer than all the rest."""
+    """Return what one new process says of all models, since starting it takes longer than all the rest."""
     folders: dict[str, Path] = {}
     for name, kind in ZOO.items():
         try:

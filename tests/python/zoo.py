@@ -21,7 +21,7 @@ Config = dict[str, Any]
 Batch = dict[str, Tensor]
 
 IDS: Config = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-# Of encoders of images; of encoders and decoders of text, and with grouped keys and values.
+# Sizes of encoders of images; of encoders and decoders of text, and with grouped keys and values.
 VISION: Config = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -133,7 +133,7 @@ def _config(name: str, options: Config) -> Callable[[], Any]:
 
 
 def without_dropout(config: Any) -> Any:
-    """Of the configuration and of those in it."""
+    """Set all dropout of a configuration, and of those in it, to 0."""
     for key, value in list(vars(config).items()):
         if isinstance(value, transformers.PreTrainedConfig):
             without_dropout(value)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import checked_device, shown
+from .._checks import check_callable, checked_device, shown
 from .._runtime.torch_private import version
 from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from ..nn.linear import evaluating
@@ -320,6 +320,12 @@ def checked_batch(batch: Any) -> Any:
 def call_apart(model: nn.Module, batch: Any) -> Any:
     """Do as `call` with copies of all tensors, which the model may write to, on the model's device."""
     return call(model, moved(batch, device_of(model), copy=True))
+
+
+def caller(forward: Callable[[nn.Module, Any], Any] | None, default: Any = call_apart) -> Any:
+    """Return what calls a model with a batch: ``forward``, or the default."""
+    check_callable("forward", forward)
+    return default if forward is None else forward
 
 
 def check_batches(batches: object) -> None:

@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import BLOCK_SIZES, COMPRESSIBLE, DTYPES, PACKED, QUANTIZED, SCALE_GROUP, aligned, shown
+from .._checks import (
+    BLOCK_SIZES,
+    COMPRESSIBLE,
+    DTYPES,
+    PACKED,
+    QUANTIZED,
+    SCALE_GROUP,
+    aligned,
+    check_choice,
+    shown,
+)
 from .._files import write_json
 from .._runtime.pattern_cache import blocks_of
 from ..config import METHOD, LayerSpec
@@ -152,8 +162,7 @@ def convert(
     """
     if not isinstance(source, str | os.PathLike):
         raise InvalidArgumentError(f"source must be a path, got {shown(source)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise InvalidArgumentError(f"dtype must be one of {list(DTYPES)} or None, got {shown(dtype)}")
+    check_choice("dtype", dtype, (*DTYPES, None))
     limit = byte_limit(max_shard_size)
     if folder is None:
         return _converted(Source(Path(source)), dtype, None)[0]

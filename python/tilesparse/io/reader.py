@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._checks import DTYPES, Index, check_module, checked_device
 from .._files import StoredTensor, few, in_threads, named, read_tensor, shown
 from ..config import LayerSpec
-from ..errors import CheckpointError, InvalidArgumentError
+from ..errors import CheckpointError, InvalidArgumentError, InvalidTypeError
 from ..model.match import (
     Target,
     check_can_change,
@@ -84,6 +84,10 @@ def load(
         CheckpointNotFoundError: a file is missing.
         CheckpointError: the checkpoint is damaged, newer than this library, or does not fit the model.
     """
+    if not callable(model_or_class):
+        raise InvalidTypeError(
+            f"model_or_class must be a torch.nn.Module or make one, got {shown(model_or_class)}"
+        )
     folder = checked_folder(path)
     while True:
         before = state_of(folder)
@@ -354,7 +358,7 @@ def _built(model_or_class: Model | Callable[[], Model]) -> Model:
             "model_or_class must not move or read parameters, which are on the meta device while load makes "
             f"the model: {error}; pass an instance of the model"
         ) from error
-    check_module(model)
+    check_module(model, "what model_or_class makes")
     return model  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from .._checks import BLOCK_SIZES, check_block_shape, check_module, check_shapes, shown
+from .._checks import (
+    BLOCK_SIZES,
+    check_block_shape,
+    check_callable,
+    check_kind,
+    check_module,
+    check_shapes,
+    items_of,
+    shown,
+)
 from ..calibrate.stream import call_apart, observing, tensors_in
 from ..config import BlockSparseConfig, check_of_experts
 from ..errors import InvalidArgumentError, InvalidTypeError, TileSparseError
@@ -219,7 +228,8 @@ class NamePattern:
 
 def parsed(argument: str, texts: str | Sequence[str]) -> list[NamePattern]:
     """Return the patterns of an argument that is one name or regular expression, or several."""
-    return [NamePattern.parse(text, argument) for text in ([texts] if isinstance(texts, str) else texts)]
+    own = [texts] if isinstance(texts, str) else items_of(argument, texts, "names or regular expressions")
+    return [NamePattern.parse(text, argument) for text in own]
 
 
 def matching(
@@ -278,7 +288,7 @@ _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
 def references(names: Mapping[nn.Module, list[str]]) -> dict[nn.Module | Tensor, Reference]:
-    """Return what attributes, lists, tuples, dicts, sets, partial functions and bound methods hold."""
+    """Return what attributes, lists, tuples, dicts, sets, functions and objects of other classes hold."""
     found: dict[nn.Module | Tensor, Reference] = {}
     seen: set[int] = set()
     for module, aliases in names.items():
@@ -317,11 +327,22 @@ def _held(
     elif isinstance(value, partial):
         parts = [(part, place, False) for part in (value.func, value.args, value.keywords)]
     elif isinstance(value, MethodType):
-        parts = [(value.__self__, place, False)]
+        parts = [(part, place, False) for part in (value.__self__, value.__func__)]
+    elif isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        parts = [(part, place, False) for part in (*cells, value.__defaults__, value.__kwdefaults__)]
+    elif can_follow and _is_foreign(value):
+        parts = [(part, f"{place}.{name}", False) for name, part in vars(value).items()]
     if parts and id(value) not in seen:
         seen.add(id(value))
         for part in parts:
             yield from _held(*part, seen)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return True for an object that may hold modules, and is none of this package, which knows its own."""
+    ours = type(value).__module__.startswith(f"{__name__.partition('.')[0]}.")
+    return hasattr(value, "__dict__") and not isinstance(value, type | ModuleType) and not ours
 
 
 def _followed(value: Any, new: Mapping[nn.Module, nn.Module], seen: set[int]) -> Any:
@@ -463,8 +484,8 @@ def rules_of(
     if not config:
         raise InvalidArgumentError("config must have a config for a name or regular expression, got {}")
     for name, own in config.items():
-        if not isinstance(own, BlockSparseConfig | None):
-            raise InvalidTypeError(f"config[{name!r}] must be a BlockSparseConfig, got {shown(own)}")
+        if own is not None:
+            check_kind(f"config[{name!r}]", own, BlockSparseConfig)
     return [Rule(NamePattern.parse(name, "config"), own) for name, own in config.items()]
 
 
@@ -538,7 +559,7 @@ def match_modules(
         if reason is None and not naming:
             reason = "output embedding; a pattern that names it patches it"
         if reason is None:
-            reason = tie_of(module, names, owners) or _reason_from(module, held)
+            reason = tie_of(module, names, owners) or reason_from_holders(module, held)
         if reason is None and reads is not None and module in reads:
             reason = f"{reads[module]} reads its weight itself"
         if reason is None and rule.config is not None:
@@ -555,13 +576,13 @@ def match_modules(
     return matched, skipped
 
 
-def _reason_from(module: nn.Module, places: Mapping[nn.Module | Tensor, Reference]) -> str | None:
-    """Say which attribute of the model would go on holding a dense layer or its parameter, or return None."""
+def reason_from_holders(module: nn.Module, places: Mapping[nn.Module | Tensor, Reference]) -> str | None:
+    """Say which attribute of the model would go on holding a layer or its parameter, or return None."""
     own: list[nn.Module | Tensor] = [*module.parameters(recurse=False), module]
     for one in own:
         if one in places and not places[one].can_follow:
             kind = "it" if one is module else "a parameter of it"
-            return f"{places[one].place} holds {kind} and cannot be changed to hold the sparse one"
+            return f"{places[one].place} holds {kind} and cannot be changed to hold the new one"
     return None
 
 
@@ -572,6 +593,8 @@ def check_rules(
     skipped: Iterable[SkippedLayer],
 ) -> None:
     """Raise InvalidArgumentError for rules by which no layer is block-sparse."""
+    if not rules:
+        raise InvalidArgumentError("layers must have a name or regular expression, got none")
     reasons = {layer.name: layer for layer in skipped}
     useful: set[int] = set()  # places of rules
     left: dict[int, list[SkippedLayer]] = {}
@@ -602,6 +625,7 @@ def refusal_of(
     filter_fn: Callable[[nn.Module, str], bool] | None,
 ) -> Refusal:
     """Return why modules are not replaced: for a reason of their own, or for what the user leaves out."""
+    check_callable("filter_fn", filter_fn)
     patterns = [] if exclude is None else parsed("exclude", exclude)
     places = matching(patterns, names) if patterns else {}
     used = {place for own in places.values() for place in own}
@@ -820,17 +844,16 @@ def reasons(skipped: Sequence[SkippedLayer]) -> str:
     return "; ".join(dict.fromkeys(f"{layer.name!r}: {layer.reason}" for layer in skipped[:3]))
 
 
-def checked_config(where: str, config: object) -> BlockSparseConfig:
+def checked_config(where: str, config: Any) -> BlockSparseConfig:
     """Return a config that keeps some blocks; `where` names the argument in messages."""
-    if not isinstance(config, BlockSparseConfig):
-        raise InvalidArgumentError(f"{where} must be a BlockSparseConfig, got {shown(config)}")
+    check_kind(where, config, BlockSparseConfig)
     if not config.density:
         raise InvalidArgumentError(f"{where}: density must be a number above 0 and at most 1, got 0")
     if config.transposable:
         raise InvalidArgumentError(
             f"{where}: transposable must be False: pruning chooses two of four weights in rows alone"
         )
-    return config
+    return config  # type: ignore[no-any-return]
 
 
 def block_shape_of(config: BlockSparseConfig) -> tuple[int, int]:

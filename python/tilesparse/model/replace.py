@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_block_shape
+from .._checks import check_block_shape, check_flag
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError, TileSparseError, UnsupportedError
 from ..nn.experts import BlockSparseExperts, ExpertsLinear, Projections, projections_of
@@ -33,7 +33,9 @@ from .match import (
     matching,
     names_of_modules,
     parsed,
+    reason_from_holders,
     reason_not_patchable,
+    references,
     refusal_of,
     replace_modules,
     rules_of,
@@ -147,6 +149,8 @@ def sparsify_(
         >>> report = sparsify_(model, BlockSparseConfig(density=0.5), filter_fn=lambda _, name: "mlp" in name)
         >>> print(report)
     """
+    check_flag("dry_run", dry_run)
+    check_flag("strict", strict)
     rules, names = rules_of(config, layers), names_of_modules(model)
     refusal = refusal_of(names, reason_not_patchable, exclude, filter_fn)
     reads, spare_outputs = weight_reads(model, batch), filter_fn is None
@@ -195,7 +199,8 @@ def densify_(
     names, twin = names_of_modules(model), _twin(model)
     there = {} if twin is None else dict(twin.named_modules(remove_duplicate=False))
     patterns = parsed("layers", ".*" if layers is None else layers)
-    refusal = refusal_of(names, lambda _: None, exclude, filter_fn)
+    held = references(names)
+    refusal = refusal_of(names, lambda module: reason_from_holders(module, held), exclude, filter_fn)
     places = {module: own for module, own in matching(patterns, names).items() if _is_whole(module)}
     for place, pattern in enumerate(patterns if layers is not None else ()):
         if not any(place in own for own in places.values()):

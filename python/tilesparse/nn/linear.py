@@ -21,6 +21,7 @@ from .._checks import (
     Operands,
     as_integer,
     check_block_shape,
+    check_kind,
     check_one,
     check_shapes,
     empty_of,
@@ -138,6 +139,7 @@ def best_blocks(
                 "linear must not hold NaN in its weight, which cannot be ranked; give pattern"
             )
         return BlockPattern.from_dense(weight, block_shape=block_shape, density=density, parts=parts)
+    check_kind("scores", scores, Tensor)
     if scores.shape == weight.shape:
         precision = torch.promote_types(scores.dtype, torch.float32)
         scores = blocks_of(scores, block_shape).sum((2, 3), dtype=precision)
@@ -741,9 +743,8 @@ def layer_like(layer: _Layer, stored: Stored) -> _Layer:
 
 
 @torch.no_grad()
-def _check_pattern(pattern: object, shape: Sequence[int]) -> None:
-    if not isinstance(pattern, BlockPattern):
-        raise InvalidArgumentError(f"pattern must be a BlockPattern, got {type(pattern).__name__}")
+def _check_pattern(pattern: Any, shape: Sequence[int]) -> None:
+    check_kind("pattern", pattern, BlockPattern)
     if pattern.shape != tuple(shape):
         raise InvalidArgumentError(f"pattern must have shape {tuple(shape)}, got {pattern.shape}")
 

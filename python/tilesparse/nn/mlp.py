@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._checks import shown
+from .._checks import check_kind, shown
 from .._ops.autograd import autocast
 from .._ops.epilogue import constant
 from .._ops.products import combined
@@ -217,9 +217,8 @@ def down_of(mlp: BlockSparseMLP) -> Any:
 
 def _check_layers(up: Any, down: Any, gate: Any, gate_up: Any) -> None:
     for name, layer in (("up", up), ("down", down), ("gate", gate), ("gate_up", gate_up)):
-        needed = name == "up" and gate_up is None
-        if not isinstance(layer, BlockSparseLinear) and (needed or layer is not None):
-            raise InvalidArgumentError(f"{name} must be a BlockSparseLinear, got {shown(layer)}")
+        if layer is not None or (name == "up" and gate_up is None):
+            check_kind(name, layer, BlockSparseLinear)
     if gate_up is not None and (up is not None or gate is not None):
         raise InvalidArgumentError("gate_up must be the only one of gate_up, up and gate")
     hidden = up.out_features if gate_up is None else gate_up.out_features // 2

@@ -927,9 +927,10 @@ def _checked_pattern(layer: StoredWeight, state: Mapping[str, Any], there: str) 
     pattern = checked_pattern(Index(crow, col, slot, spec.shape, block_shape))
     shape, own = (pattern.nnz, *pattern.block_shape), spec.values_shape
     if shape != own and (weight is None or type(layer._parameters.get("weight")) is not nn.Parameter):
+        why = "missing" if weight is None else "not a plain parameter whose shape can change"
         raise InvalidArgumentError(
-            f"col_indices must have {own[0]} blocks of {own[1:]}, because the weight is not a plain "
-            f"parameter whose shape can change, got {shape[0]} of {shape[1:]}"
+            f"col_indices must have {own[0]} blocks of {own[1:]}, because the weight is {why}, got "
+            f"{shape[0]} of {shape[1:]}"
         )
     return pattern
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .._checks import aligned, as_number
+from .._checks import aligned, as_number, items_of, shown
 from ..calibrate.calibration import (
     Calibration,
     Forward,
@@ -21,9 +21,9 @@ from ..calibrate.calibration import (
     tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.stream import call_apart, chosen_device, observing
+from ..calibrate.stream import caller, chosen_device, observing
 from ..config import BlockSparseConfig, LayerSpec, as_nm
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, InvalidTypeError
 from ..model.match import (
     SkippedLayer,
     block_shape_of,
@@ -120,6 +120,8 @@ def allocate(
         raise InvalidArgumentError(
             f"report must be an AdviceReport with milliseconds, else None, got {type(report).__name__}"
         )
+    if not isinstance(profiles, Mapping):
+        raise InvalidTypeError(f"profiles must be a mapping, as of measure_errors, got {shown(profiles)}")
     budget = as_number(given)
     with expanded(model):
         modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
@@ -236,7 +238,7 @@ def measure_errors(
     Returns:
         The error profile of each layer: by config ‖y - ŷ‖² / ‖X Wᵀ‖², of the layer as it would be stored.
     """
-    checked = [checked_config("configs", config) for config in configs]
+    checked = [checked_config("configs", config) for config in items_of("configs", configs, "configs")]
     if not checked:
         raise InvalidArgumentError("configs must have at least one config, got none")
     check_model(model)
@@ -255,7 +257,7 @@ def measure_errors(
         profiles: dict[str, dict[BlockSparseConfig, float]] = {}
         tokens: dict[str, int] = {}
         with observing(model):
-            calibration = Calibration(model, data, forward or call_apart, order, device)
+            calibration = Calibration(model, data, caller(forward), order, device)
             for group in calibration.groups():
                 for name, moments in calibration.moments(group):
                     with naming_layer(name):

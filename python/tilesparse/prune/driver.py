@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_flag, check_shapes, empty_of, shown
+from .._checks import check_choice, check_flag, check_shapes, empty_of
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import (
     Calibration,
@@ -43,7 +43,7 @@ from ..calibrate.calibration import (
     tokens_of_projections,
     warn_of_few_tokens,
 )
-from ..calibrate.stream import call_apart, chosen_device, observing
+from ..calibrate.stream import caller, chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.match import (
@@ -429,8 +429,7 @@ def prune_(
         >>> config = tilesparse.BlockSparseConfig(density=0.5, block_shape=64)
         >>> print(tilesparse.prune_(model, config, batches))
     """
-    if method not in METHODS:
-        raise InvalidArgumentError(f"method must be one of {list(METHODS)}, got {shown(method)}")
+    check_choice("method", method, METHODS)
     check_flag("refit", refit)
     check_model(model)
     if isinstance(config, Mapping):
@@ -451,7 +450,7 @@ def prune_(
             check_can_change(model)
             with observing(model):
                 calibration = Calibration(
-                    model, data, forward or call_apart, [*targets], chosen_device(model, device), refit
+                    model, data, caller(forward), [*targets], chosen_device(model, device), refit
                 )
 
                 def changed(names: Sequence[str]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import shown
+from .._checks import check_kind, items_of, shown
 from ..calibrate.calibration import (
     Calibration,
     Forward,
@@ -18,9 +18,9 @@ from ..calibrate.calibration import (
     check_model,
     collected,
 )
-from ..calibrate.stream import call_apart, chosen_device, differences, observing, restoring, swapped
+from ..calibrate.stream import caller, chosen_device, differences, observing, restoring, swapped
 from ..config import BlockSparseConfig
-from ..errors import InvalidArgumentError, InvalidTypeError
+from ..errors import InvalidArgumentError
 from ..model.match import (
     block_shape_of,
     checked_config,
@@ -123,15 +123,15 @@ def permute_(
     """
     check_model(model)
     config = checked_config("config", config)
+    groups = items_of("groups", groups, "PermutationGroup")
     for group in groups:
-        if not isinstance(group, PermutationGroup):
-            raise InvalidTypeError(f"groups must be PermutationGroup, got {shown(group)}")
+        check_kind("groups", group, PermutationGroup)
         reason = group._reason_against(model)
         if reason is not None:
             raise InvalidArgumentError(f"groups must fit the model: {reason}")
         for name, (layer, _) in group._layers(model).items():
             checked_configs("config", name, [config], shape_of(layer))
-    data, call = collected(batches), forward or call_apart
+    data, call = collected(batches), caller(forward)
     done: list[Improvement] = []
     with observing(model), torch.no_grad():
         layers = (layer for group in groups for layer, _ in group._layers(model).values())

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import shown
+from .._checks import check_kind
 from ..calibrate.calibration import check_model, collected, warn_of_few_tokens
-from ..calibrate.stream import call_apart, chosen_device, observing
+from ..calibrate.stream import caller, chosen_device, observing
 from ..config import BlockSparseConfig
 from ..errors import InvalidArgumentError
 from ..model.match import (
@@ -91,7 +91,7 @@ def quantize_(
     others = [name for name in targets if name not in experts]
     weights = [name for name in others if targets[name].activations is None]
     eight_bits = [name for name in others if name not in weights]
-    task = Task(model, targets, data, forward or call_apart, chosen_device(model, device))
+    task = Task(model, targets, data, caller(forward), chosen_device(model, device))
     with observing(model), torch.no_grad():
         if eight_bits:
             smooth(task, eight_bits, weights)
@@ -160,11 +160,8 @@ def _targets(
     return targets, skipped
 
 
-def _check_config(config: object) -> None:
-    if not isinstance(config, BlockSparseConfig):
-        raise InvalidArgumentError(
-            f"config must be a BlockSparseConfig or a mapping of names to them, got {shown(config)}"
-        )
+def _check_config(config: Any) -> None:
+    check_kind("config", config, BlockSparseConfig)
     if not isinstance(storage_of(config.storage), QuantizedStorage):
         raise InvalidArgumentError(f"config must have a storage of 8 or 4 bits, got {config.storage!r}")
     if config.granularity == "block":

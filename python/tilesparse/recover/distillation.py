@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .._checks import check_module, checked_count, checked_number, shown
+from .._checks import (
+    check_callable,
+    check_flag,
+    check_kind,
+    check_module,
+    checked_count,
+    checked_number,
+    shown,
+)
 from .._runtime.torch_private import has_step_hooks
 from ..calibrate.stream import (
     call,
@@ -27,7 +35,7 @@ from ..calibrate.stream import (
     moved,
     tensors_in,
 )
-from ..errors import InvalidArgumentError, UnsupportedError
+from ..errors import InvalidArgumentError, InvalidTypeError, UnsupportedError
 from ..nn.linear import BlockSparseLinear, evaluating
 
 AT_ONCE = 1 << 27  # logits that are compared at once: 512 MiB in float32, and some copies
@@ -290,6 +298,9 @@ def distill_(
     Raises:
         UnsupportedError: with ``graph`` the optimizer has hooks, which a graph would not call again.
     """
+    check_flag("graph", graph)
+    check_callable("callback", callback)
+    check_callable("forward", forward)
     if (optimizer is None) == (lr is None):
         raise InvalidArgumentError(
             f"lr must be given in place of an optimizer, and not beside it, got {shown(lr)}"
@@ -303,6 +314,7 @@ def distill_(
             raise InvalidArgumentError("model must have parameters that require gradients")
         optimizer = torch.optim.AdamW(trained, rate, weight_decay=0.0, capturable=graph)
     loss = DistillationLoss(logits=1.0) if loss is None else loss
+    check_kind("loss", loss, DistillationLoss)
     check_distinct(model, teacher)
     _check_optimizer(model, optimizer)
     plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -383,6 +395,8 @@ def check_autocast(dtype: object) -> None:
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise InvalidTypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, module in model.named_modules():
         trained = isinstance(module, BlockSparseLinear) and module.weight.requires_grad

@@ -17,6 +17,7 @@ from ..calibrate.stream import (
     Call,
     Stream,
     call,
+    caller,
     check_batches,
     check_distinct,
     checked_batch,
@@ -100,7 +101,7 @@ def reconstruct_(
                 f"batches must have tokens that attention_mask keeps, got none in the {kind} ones"
             )
     names, skipped = _chosen(model)
-    run = _Run(model, teacher, batches, count, forward or call, home, epochs, lr, autocast)
+    run = _Run(model, teacher, batches, count, caller(forward, call), home, epochs, lr, autocast)
     trained = [one for name in names for one in _trained(model.get_submodule(name)).values()]
     with observing(model, teacher), _without_cache(model, teacher), restoring(trained):
         blocks, fitted = run.reconstruct(run.pieces(names))

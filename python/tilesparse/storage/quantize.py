@@ -9,7 +9,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from .._checks import LARGEST, PACKED, check_content, check_values, shown
+from .._checks import LARGEST, PACKED, check_choice, check_content, check_values, shown
 from .._ops.products import COMPRESS, dequantize_values, row_scales_on
 from ..config import GRANULARITIES, PER_FEATURE
 from ..errors import InvalidArgumentError
@@ -141,10 +141,8 @@ def quantize_weights(
     Returns:
         (values, scales): of that dtype, and float32 [nnz, bn], [nnz] or [out_features].
     """
-    if dtype not in LARGEST:
-        raise InvalidArgumentError(f"dtype must be one of {list(LARGEST)}, got {dtype}")
-    if granularity not in (*GRANULARITIES, PER_FEATURE):
-        raise InvalidArgumentError(f"granularity must be 'row', 'block' or 'feature', got {granularity!r}")
+    check_choice("dtype", dtype, LARGEST)
+    check_choice("granularity", granularity, (*GRANULARITIES, PER_FEATURE))
     values = checked_finite(values, "8-bit")
     largest = values.abs().amax((1, 2) if granularity == "block" else 2)
     rows = _rows_of_features(values, granularity, pattern)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -141,11 +140,6 @@ def check_keys(name: str, given: object, keys: Collection[str]) -> None:
     found = list(given) if isinstance(given, Mapping) else given
     if not isinstance(given, Mapping) or set(given) != set(keys):
         raise InvalidArgumentError(f"{name} must be a mapping with the keys {list(keys)}, got {found!r}")
-
-
-def checked_choice(name: str, choice: object, choices: Collection[object]) -> None:
-    if not isinstance(choice, str | Real) or choice not in choices:
-        raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {choice!r}")
 
 
 def precision_of(weight: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from .._checks import checked_count, checked_fraction, checked_number
+from .._checks import check_choice, checked_count, checked_fraction, checked_number
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..nn.linear import BlockSparseLinear
 from ..nn.weight import has_peers, keep_blocks
@@ -23,7 +23,6 @@ from ._layers import (
     check_keys,
     check_optimized,
     check_trainable,
-    checked_choice,
     checked_optimizer,
     gradient_of,
     precision_of,
@@ -80,7 +79,7 @@ class Gradual(Removable):
         begin, end = checked_fraction("begin", begin), checked_fraction("end", end)
         if begin >= end:
             raise InvalidArgumentError(f"begin must be less than end={end}, got {begin}")
-        checked_choice("score", score, SCORES)
+        check_choice("score", score, SCORES)
         _check_whole(model)
         self._layers = some_sparse_layers(model)
         _check_shrinkable(self._layers)

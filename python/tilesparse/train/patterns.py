@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._checks import checked_count, checked_fraction, checked_seed
+from .._checks import check_choice, checked_count, checked_fraction, checked_seed
 from ..errors import InvalidArgumentError, UnsupportedError, UnsynchronizedPatternError
 from ..nn.experts import ExpertsLinear
 from ..nn.linear import BlockSparseLinear
@@ -22,7 +22,6 @@ from ._layers import (
     check_keys,
     check_optimized,
     check_trainable,
-    checked_choice,
     checked_optimizer,
     gradient_of,
     precision_of,
@@ -99,8 +98,8 @@ class PatternSchedule(Hooked, torch.optim.Optimizer):
     ) -> None:
         optimizer = checked_optimizer(optimizer)
         self._every = checked_count("every", every)
-        checked_choice("drop", drop, SCORES)
-        checked_choice("grow", grow, GROWTHS)
+        check_choice("drop", drop, SCORES)
+        check_choice("grow", grow, GROWTHS)
         self._seed = checked_seed(seed)
         self._layers = some_sparse_layers(model)
         check_trainable(self._layers)

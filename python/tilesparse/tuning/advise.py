@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._checks import aligned, check_block_shape, checked_fraction, listed, shown
+from .._checks import aligned, check_block_shape, checked_fraction, items_of, listed, shown
 from .._runtime.select import DECODE_TOKENS
 from ..calibrate.calibration import check_model
 from ..calibrate.stream import call as call_model
@@ -225,14 +225,16 @@ def _checked_device(model: nn.Module) -> torch.device:
 
 
 def _checked_densities(densities: Sequence[float]) -> list[float]:
-    found = [checked_fraction("densities", density) for density in densities]
+    found = [
+        checked_fraction("densities", density) for density in items_of("densities", densities, "fractions")
+    ]
     if not found or 0 in found:
         raise InvalidArgumentError(f"densities must be numbers above 0 and at most 1, got {shown(densities)}")
     return sorted(dict.fromkeys(found), reverse=True)
 
 
 def _checked_shapes(block_shapes: Sequence[Any]) -> list[tuple[int, int]]:
-    found = [check_block_shape(shape) for shape in block_shapes]
+    found = [check_block_shape(shape) for shape in items_of("block_shapes", block_shapes, "sizes")]
     if not found:
         raise InvalidArgumentError("block_shapes must have at least one block shape, got none")
     return list(dict.fromkeys(found))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional
-from .._checks import checked_count, checked_device
+from .._checks import check_kind, checked_count, checked_device, items_of
 from .._files import tune_file
 from .._runtime import launch
 from .._runtime.launch import ask_for, gather
@@ -151,7 +151,7 @@ def tune(
         UnsupportedError: no kernel computes a product there.
         TuneFileError: the file is damaged or cannot be written; nothing was measured.
     """
-    wanted = list(dict.fromkeys(products))
+    wanted = list(dict.fromkeys(items_of("products", products, "tuning.Product")))
     candidates = checked_count("candidates", candidates)
     repetitions = checked_count("repetitions", repetitions)
     on = device_to_measure(device)
@@ -182,8 +182,7 @@ def device_to_measure(device: object) -> torch.device:
 
 
 def _check_measurable(product: object, device: torch.device) -> None:
-    if not isinstance(product, Product):
-        raise InvalidArgumentError(f"products must be of tuning.Product, got {type(product).__name__}")
+    check_kind("products", product, Product)
     if product.column_major and not storage_of(product.storage).trainable:
         raise InvalidArgumentError(f"products must be stored 'plain' if they are column-major, got {product}")
     now = Product(16, 16, 1, block_shape=16, dtype=product.dtype).tf32

@@ -26,7 +26,9 @@ from .._checks import (
     QUANTIZED,
     SCALED,
     check_block_shape,
+    check_choice,
     check_flag,
+    check_kind,
     check_policy,
     check_shapes,
     checked_count,
@@ -267,10 +269,8 @@ class Product:
         shapes = pattern_shapes if self.storage == "plain" and self.nm is None else check_shapes
         block_shape = shapes((self.out_features, self.in_features), self.block_shape)[1]
         object.__setattr__(self, "block_shape", block_shape)
-        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
-            raise InvalidArgumentError(f"dtype must be one of {list(map(str, DTYPES))}, got {self.dtype}")
-        if self.op not in OPS:
-            raise InvalidArgumentError(f"op must be one of {list(OPS)}, got {self.op!r}")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("op", self.op, OPS)
         check_nm(self.nm, False)
         if self.nm is not None:
             object.__setattr__(self, "nm", tuple(self.nm))  # which has a hash
@@ -282,8 +282,7 @@ class Product:
         if not storage.trainable and self.op == "wgrad":
             raise InvalidArgumentError(f"storage must be 'plain' for wgrad, got {self.storage!r}")
         self._check_activations()
-        if not isinstance(self.column_major, bool):
-            raise InvalidArgumentError(f"column_major must be True or False, got {self.column_major!r}")
+        check_flag("column_major", self.column_major)
         if not isinstance(self.tf32, bool | None):
             raise InvalidArgumentError(f"tf32 must be True, False or None, got {self.tf32!r}")
         tf32 = tf32_allowed() if self.tf32 is None else self.tf32
@@ -485,6 +484,7 @@ def choose(
         NoDeviceError: the device "cuda" is not there.
     """
     check_policy(policy)
+    check_kind("product", product, Product)
     on = Device.find(device)
     info, names = on.info(), [kernel.name for kernel in kernels()]
     asked = product.descriptor(info, policy=POLICIES.index(policy), prefer=preference())

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import _C
-from .._checks import DTYPES, checked_number
+from .._checks import DTYPES, checked_number, shown
 from .._files import VARIABLE, replacing, tune_file
 from .._runtime.select import add_measurement, measurements_changed
-from ..errors import TileSparseError, TuneFileError
+from ..errors import InvalidTypeError, TileSparseError, TuneFileError
 from .product import Device, Product, dtype_name, kernels, recorded
 
 FORMAT, VERSION = "tilesparse measurements", 1
@@ -193,7 +193,7 @@ def count_measurement(measurement: Measurement) -> None:
     )
 
 
-def load(path: Path | None = None) -> tuple[list[Measurement], int]:
+def load(path: str | os.PathLike[str] | None = None) -> tuple[list[Measurement], int]:
     """Load the measurements of a file into this process, replacing all that counted.
 
     Args:
@@ -208,7 +208,9 @@ def load(path: Path | None = None) -> tuple[list[Measurement], int]:
     """
     _C.measurements_clear()
     measurements_changed()
-    path = path or tune_file()
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise InvalidTypeError(f"path must be that of a file or None, got {shown(path)}")
+    path = Path(path) if path else tune_file()
     found, others = ([], 0) if path is None else measurements(path)
     for measurement in found:
         count_measurement(measurement)
