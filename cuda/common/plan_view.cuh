@@ -11,6 +11,11 @@ __device__ inline void report_stale(const PlanReport& report) {
     *static_cast<volatile int32_t*>(report.at) = report.kernel;
 }
 
+// Asks for a header, for all that will read it.
+__device__ inline void prefetch_header(const PlanHeader* header) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(header));
+}
+
 // The header's numbers and where its arrays are, which a kernel reads from memory if it uses them. A plan
 // that is not the one of the launch must not be walked: each kind of plan says when that is known. All
 // threads of a launch read the same header, so all of them leave the work undone.

@@ -224,8 +224,8 @@ struct DdsProducer {
     __device__ void load_input() const {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kInputStages>::Position position;
-        const int pieces = plan.pieces, width = Traits::kStep / pieces;
-        const int steps_read = kWarpSize / pieces;
+        const int pieces = plan.pieces, shift = log2_of(pieces), width = Traits::kStep >> shift;
+        const int steps_read = kWarpSize >> shift;
         // One CTA of a cluster counts: the other one cannot go far without it.
         const bool paces = Traits::kPaces && arguments.pace != nullptr && rank == 0;
         [[maybe_unused]] tma::Pace pace;
@@ -234,12 +234,12 @@ struct DdsProducer {
             const typename Traits::Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) {
                 if (paces && elected) tma::Pace::end(arguments.pace);
-                return;
+                return shared.input_ring.wait_all_empty(position);
             }
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
             const int boxes = Traits::kHalves && !Traits::is_half(work, token) ? 2 : 1;
             const auto read = [&](int first) {
-                return input_step(first + lane / pieces, lane % pieces, end);
+                return input_step(first + (lane >> shift), lane & pieces - 1, end);
             };
             InputStep next_steps = read(work.step);
             for (int first = work.step; first < end; first += steps_read) {
@@ -263,6 +263,7 @@ struct DdsProducer {
                     if (mask != 0 && to.mask != 0) {
                         if constexpr (Traits::kScaled)
                             load_scales(full, to, position.stage, __shfl_sync(~0u, ks, from), token);
+#pragma unroll 1
                         for (int piece = 0; piece < pieces; ++piece)
                             load_piece<kRowMajorInput>(
                                 full, to, shared.input[position.stage] + piece * width * Traits::kTokenBytes,
@@ -278,8 +279,8 @@ struct DdsProducer {
     // One warp for each warpgroup: the weight of its 64 features.
     __device__ void load_weight(int warpgroup) const {
         const int rows = arguments.warpgroup_rows, boxes = rows * plan.pieces;
-        const int steps_read = kWarpSize / boxes;
-        const int piece = lane % boxes / rows, row = lane % rows;
+        const int shift = log2_of(boxes), steps_read = kWarpSize >> shift;
+        const int piece = (lane & boxes - 1) >> log2_of(rows), row = lane & rows - 1;
         // A block wider than a warpgroup is shared by both.
         const int in_group = arguments.row_block > Traits::kWarpgroupFeatures ? 0 : warpgroup * rows + row;
         const int feature =
@@ -291,10 +292,10 @@ struct DdsProducer {
         typename Ring<Traits::kWeightStages>::Position position;
         while (true) {
             const typename Traits::Work work = shared.schedule.pop(next, lane);
-            if (work.tile < 0) return;
+            if (work.tile < 0) return shared.weight_ring[warpgroup].wait_all_empty(position);
             const int end = work.step + work.steps;
             const auto read = [&](int first) -> WeightStep {
-                const int step = first + lane / boxes;
+                const int step = first + (lane >> shift);
                 if (step >= end) return {};
                 const int at = Traits::plan_index(step, rank) * plan.pieces + piece;
                 return {__ldg(plan.masks + Traits::plan_index(step, rank)),
@@ -322,6 +323,7 @@ struct DdsProducer {
                     }
                     if (elected) full.arrive_and_expect_tx(Weight::kStageBytes);
                     if (loads)
+#pragma unroll 1
                         for (int box = 0; box < boxes; ++box)
                             load_block(full, to, stage, __shfl_sync(~0u, offset, box),
                                        __shfl_sync(~0u, x, from + box), __shfl_sync(~0u, y, from + box));
@@ -336,6 +338,9 @@ struct DdsProducer {
     static constexpr int kWarpSize = 32;
     static constexpr int kStepBytes =  // of a token
         Traits::kStep * Traits::kInputElementBytes + Traits::kScaleBytes;
+
+    // Divisions by what is only known at run time take long.
+    __device__ static int log2_of(int power) { return 31 - __clz(power); }
 
     // A step of the plan. Lanes read as many steps as there are lanes for, each one piece or box of
     // one step, while those before them are loaded: the plan may be far away.
@@ -422,8 +427,10 @@ class DdsConsumer {
         Sum sums[Traits::kSums];
         if constexpr (Traits::kScaled)
             if (warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
-        Work work = next_work(epilogue);
-        epilogue.read_bias();
+        // First a tile without steps and rows, while operands are on their way: the code of its end comes
+        // from far away. Parts of tiles have another end.
+        Work work{};
+        if (Traits::kSplits && arguments_.partial != nullptr) work = next_work(epilogue);
         while (work.tile >= 0) {
             if constexpr (Traits::kGrouped) epilogue.set_group(work);
             epilogue.begin(Traits::first_token(work, rank_));
@@ -632,14 +639,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto rank = static_cast<int>(cute::block_rank_in_cluster());
-    // All of it is in memory at first: what will be read is asked for while the barriers are set up.
-    const DdsPlan plan(arguments.plan, arguments.plan_key);
     if (threadIdx.x == 32) {
+        prefetch_header(arguments.plan);
         if (arguments.value_rows > 0)
             for (const CUtensorMap* map : {&arguments.values, &arguments.input}) prefetch(map);
         prefetch(&arguments.output);
     }
-    if (threadIdx.x == 0) {
+    set_up([&] {
         shared.input_ring.init(4 * Traits::kWarpgroups * Traits::kRowRanks);
         for (auto& ring : shared.weight_ring) ring.init(Traits::kTokenRanks);
         for (auto& chunks : shared.residual)
@@ -647,32 +653,39 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         shared.schedule.init(1 + Traits::kWarpgroups + 4 * (Traits::kWarpgroups + Traits::kSplitsInput));
         if constexpr (Traits::kSplitsInput)
             for (const Barrier& split : shared.split) split.init(4);
-        cutlass::arch::fence_barrier_init();
-    }
-    cute::cluster_sync();
+    });
+    // Each role reads the plan for itself: what it has to wait for differs.
+    const auto read_plan = [&] { return DdsPlan(arguments.plan, arguments.plan_key); };
     if (Traits::kSplits && arguments.partial != nullptr)
         cudaTriggerProgrammaticLaunchCompletion();  // see dds_reduce
 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane, cute::elect_one_sync() != 0};
-        if (warp == 0) {
-            producer.template load_input<kRowMajorInput>();
-        } else if (warp <= Traits::kWarpgroups) {
-            producer.load_weight(warp - 1);
+        const bool elected = cute::elect_one_sync() != 0;
+        if (warp <= Traits::kWarpgroups) {
+            const DdsPlan plan = read_plan();
+            cute::cluster_wait();
+            const DdsProducer<Traits> producer{arguments, shared, plan, rank, lane, elected};
+            if (warp == 0)
+                producer.template load_input<kRowMajorInput>();
+            else
+                producer.load_weight(warp - 1);
         } else {
+            const DdsPlan plan = read_plan();
             shared.schedule.run(Traits::schedule_of(arguments), typename Traits::Costs(plan), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
             if (!plan.is_own) report_stale(arguments.plan_report);
         }
     } else if (warp >= 4 * (1 + Traits::kWarpgroups)) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
+        cute::cluster_wait();
         split_input<Traits, 128>(shared, shared.input_ring, threadIdx.x % 128);
     } else {
         cutlass::arch::warpgroup_reg_alloc<Traits::kComputerRegisters>();
+        const DdsPlan plan = read_plan();
+        cute::cluster_wait();
         DdsConsumer<Traits, kRowMajorInput>(arguments, shared, plan, rank, warp / 4 - 1).run();
     }
-    cute::cluster_sync();  // the other CTA may still write here
 }
 
 // dds in parts: where tiles are few, the sums over k are cut, and a second kernel adds them.

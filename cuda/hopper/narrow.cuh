@@ -232,7 +232,7 @@ class NarrowProducer {
         cudaGridDependencySynchronize();  // the weight is packed
         while (true) {
             const Work work = shared_.schedule.pop(next, lane_);
-            if (work.tile < 0) return;
+            if (work.tile < 0) return finish();
             const int token =
                 Traits::first_token(work, rank_) + Traits::row_rank(rank_) * Traits::kRankTokens;
             for (int first = 0; first < work.steps; first += 32) {
@@ -257,6 +257,12 @@ class NarrowProducer {
 
   private:
     using Position = typename Ring<Traits::kStages>::Position;
+
+    // Waits for all stages in use: the other CTA may still have to release them.
+    __device__ void finish() {
+        for (; stages_ > 0; --stages_, oldest_.advance())
+            wait(shared_.ring.empty[oldest_.stage], oldest_.parity);
+    }
 
     // Slot of the lane's block, from `block` on, for blocks that are not prepacked.
     __device__ int slot_of_lane(int block, int end) const {
@@ -602,16 +608,15 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
         if (arguments.value_rows > 0 && arguments.packed == nullptr) prefetch(&arguments.values);
         prefetch(&arguments.output);
     }
-    if (threadIdx.x == 0) {
+    set_up([&] {
         shared.ring.init(4 * Traits::kWarpgroups * Traits::kRanks);
         for (auto& chunks : shared.residual)
             for (const Barrier& arrived : chunks) arrived.init(1);
         shared.schedule.init(1 + Traits::kSplitWarps + 4 * Traits::kWarpgroups);
         if constexpr (Traits::kSplitsInput)
             for (const Barrier& split : shared.split) split.init(Traits::kSplitWarps);
-        cutlass::arch::fence_barrier_init();
-    }
-    cute::cluster_sync();
+    });
+    if (warp != 1) cute::cluster_wait();
 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<32>();
@@ -637,7 +642,6 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
         cute::cluster_sync();
         cute::cluster_sync();
     }
-    cute::cluster_sync();  // the other CTA may still write here
 }
 
 template <class Kinds, bool kRowMajorInput>

@@ -148,7 +148,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
         const int steps_read = kWarpSize / pieces;
         for (int turn = 0;; turn ^= 1) {
             const typename Traits::Work work = shared.schedule.pop(next, lane);
-            if (work.tile < 0) return;
+            if (work.tile < 0) break;
             if (ring != (Traits::kRings == 2 ? turn : 0)) continue;
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
             const bool lacks_tokens = Traits::lacks_tokens(work, rank);
@@ -187,6 +187,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
                 }
             }
         }
+        if (ring < Traits::kRings) shared.weight_ring[ring].wait_all_empty(position);
     }
 
   private:

@@ -491,15 +491,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     sdd_narrow_kernel(const __grid_constant__ SddNarrowArguments arguments) {
     extern __shared__ __align__(1024) char memory[];
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
-    if (threadIdx.x == 0) {
+    set_up([&] {
         if (arguments.steps > 0)
             for (const CUtensorMap* map : {&arguments.y, &arguments.x}) prefetch(map);
         shared.ring.init(kListWarps);
-        cutlass::arch::fence_barrier_init();
-    }
+    });
     const SddPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1, arguments.may_split);
-    __syncthreads();
+    cute::cluster_wait();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<32>();

@@ -48,18 +48,21 @@ class Schedule {
     // `readers`: warps that take work.
     __device__ void init(int readers) { queue_.init(readers); }
 
-    // Called by one warp: fills the queue for this cluster, of at most as many as there is work; of none if
-    // `is_own` is false: then the tiles are not of the plan that the launch is for.
+    // Called by one warp after set_up(): fills the queue for this cluster, of at most as many as there is
+    // work; of none if `is_own` is false: then the tiles are not of the plan that the launch is for.
     __device__ void run(const typename Places::Arguments& arguments, const Costs& costs, bool is_own,
                         int cluster, int clusters, int lane) {
         const Items items{Places{arguments}, costs, clusters, lane};
         typename Queue::Position position;
-        if (kMayLack && cluster >= items.places.size()) return queue_.push(no_more<Work>(), position, lane);
         // Nothing waits for the first round to be sorted: it is in order but for the end of a band of
         // tokens.
-        const Work first_work = items.work_at(cluster);
-        if (!is_own) return queue_.push(no_more<Work>(), position, lane);
+        const bool lacks = kMayLack && cluster >= items.places.size();
+        Work first_work = lacks ? no_more<Work>() : items.work_at(cluster);
+        cute::cluster_wait();
+        if (!is_own) first_work.tile = -1;
         queue_.push(first_work, position, lane);
+        // A branch before which the compiler does not move what follows.
+        if (first_work.tile < 0) return;
         const int rounds = (items.places.size() + clusters - 1) / clusters;
         Keys round, next, loads = {};  // of each cluster, in the order of clusters
         items.keys_of_round(round, 0);

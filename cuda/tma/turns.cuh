@@ -27,7 +27,7 @@ class Turns {
                         int cluster, int clusters, int lane) {
         const Places places{arguments};
         typename Queue::Position position;
-        const int size = is_own ? places.size() : 0;
+        const int size = places.size();
         Work next{};
         int2 steps{};
         const auto read = [&](int round) {
@@ -39,6 +39,8 @@ class Turns {
         };
         // The steps of an item are asked for before the one before it is handed out.
         bool exists = read(0);
+        cute::cluster_wait();
+        exists &= is_own;
         for (int round = 1; exists; ++round) {
             Work work = next;
             const int2 of_work = steps;
