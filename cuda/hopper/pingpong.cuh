@@ -1,15 +1,18 @@
-// Forward of 8 bits in blocks of 128 or 64: dds_8bit with whole tiles for each warpgroup.
-// Operands: as in dds_8bit.
+// Forward of 8 bits in blocks of 128 or 64, forward and dgrad of 16 bits in blocks of 128: dds_8bit and dds
+// with whole tiles for each warpgroup.
+// Operands: as in dds_8bit and dds; of 16 bits all activations are row-major.
 // CTA: tiles of one block row, 128 tokens x 128 features or 256 x 64, which go to the two warpgroups in turn:
 // while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
-// features at a time. No block rows are united: a step has 128 k of one, two blocks of 64 x 64.
+// features at a time. No block rows are united: a step has 128 bytes of k of one, two blocks of 64 x 64 in
+// 8 bits.
 // Cluster of 2: different tokens, which share the weight by multicast.
 // Warps: 1 or 2 load, 1 schedules, 8 multiply and store; 1 reads ahead all of a tile but its operands.
 // CTAs are persistent.
-// Sums: int32, exact, of int8: one warpgroup at a time keeps the tensor cores busy, from one ring of stages
-// for both. Likewise those of float8 in blocks of 64, which are carried over now and then. In blocks of 128
-// they are of 128 k, times the scales inside of the sums if there are any, and added to float32 registers,
-// for which those of 64 x 128 leave room. Meanwhile the other warpgroup multiplies, from a ring of its own.
+// Sums: of 16 bits, and int32, exact, of int8: one warpgroup at a time keeps the tensor cores busy, from one
+// ring of stages for both. Likewise those of float8 in blocks of 64, which are carried over now and then. In
+// blocks of 128 they are of 128 k, times the scales inside of the sums if there are any, and added to float32
+// registers, for which those of 64 x 128 leave room. Meanwhile the other warpgroup multiplies, from a ring of
+// its own.
 // Chosen where its estimate is least.
 #pragma once
 
@@ -20,37 +23,48 @@
 namespace ts::sm90 {
 
 // `kRows`: of a block. Each CTA of a cluster loads half of them for both.
-template <class Math, int kRows>
-struct HalvedWeight : ByteWeight<Math> {
+template <class Math, int kRows, Op kOp>
+struct HalvedWeight : GroupedWeight<kOp, Math> {
+    using Base = GroupedWeight<kOp, Math>;
+    static constexpr bool kAlongK = true;
+
     static const char* refuses(const Problem& problem) {
-        if (problem.row_block() == kRows && problem.k_block() >= kRows) return nullptr;
-        return kRows == 128 ? "its blocks have 128 rows and 128 columns at least"
-                            : "its blocks have 64 rows and 64 columns at least";
+        if (problem.row_block() != kRows || problem.k_block() < kRows)
+            return kRows == 128 ? "its blocks have 128 rows and 128 columns at least"
+                                : "its blocks have 64 rows and 64 columns at least";
+        const bool row_major =
+            problem.input().layout == Layout::row_major && problem.output().layout == Layout::row_major;
+        return row_major || is_quantized(Math::kInput) ? nullptr
+                                                       : "it reads and writes row-major activations";
     }
     // The distance of groups of scales takes the place of the rows of groups, which have no such scales.
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
         if (Math::kAccumulation == Accumulation::scaled)
             arguments.group_rows = static_cast<int>(problem.x_scales_ld);
-        const int width = std::min<int>(arguments.k_block, ByteWeight<Math>::kStep);
+        if constexpr (Base::kTransposed) return Base::map(arguments, problem);
+        const int width = std::min<int>(arguments.k_block, Base::kStep);
         const int64_t columns = problem.pattern.block_cols;
         return encode(arguments.values, Math::kMapType, problem.values.data,
                       {{columns, 1, width}, {arguments.value_rows, columns, kRows / 2}});
     }
 };
 
-template <class Math, int kRows, int kTokens, bool kGrouped_>
-struct DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, kTokens, kGrouped_>
-    : DdsTraits<Math, ByteWeight<Math>, 2, 1, kTokens, kGrouped_> {
-    using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, kTokens, kGrouped_>;
-    using Weight = HalvedWeight<Math, kRows>;
+template <class Math, int kRows, Op kOp, int kTokens, bool kGrouped_>
+struct DdsTraits<Math, HalvedWeight<Math, kRows, kOp>, 2, 1, kTokens, kGrouped_>
+    : DdsTraits<Math, GroupedWeight<kOp, Math>, 2, 1, kTokens, kGrouped_> {
+    using Base = DdsTraits<Math, GroupedWeight<kOp, Math>, 2, 1, kTokens, kGrouped_>;
+    using Weight = HalvedWeight<Math, kRows, kOp>;
     static constexpr int kTileFeatures = kRows;
     static constexpr int kFeatureHalves = kRows / Weight::kFeatures;
     static constexpr int kChunks = Base::kAllChunks;
+    static constexpr bool kScales = is_quantized(Math::kInput) && !Base::kScaled;  // outside of the sums
     // Sums of 64 x 128 leave room for those of a step.
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
     static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried && !kPromotes;
     static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
-    static constexpr int kStages = kFeatureHalves == 1 ? 4 : 6 / kRings;
+    // Of 16 bits: buffers for the results of a whole tile.
+    static constexpr int kResultHalves = is_quantized(Math::kInput) ? 1 : kFeatureHalves;
+    static constexpr int kStages = kFeatureHalves == 1 ? 4 : kResultHalves == 2 ? 5 : 6 / kRings;
     static constexpr bool kSplits = false;
     static constexpr bool kHalves = false;
     static constexpr int kBoxTokens = Base::kTileTokens;
@@ -79,7 +93,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, kTokens, kGrouped_>
     struct Shared {
         alignas(1024) char input[kRings][kStages][Base::kInputBytes];
         alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
-        alignas(1024) char output[Base::kWarpgroups][kChunks][Base::kChunkBytes];
+        alignas(1024) char output[Base::kWarpgroups][kResultHalves][kChunks][Base::kChunkBytes];
         [[no_unique_address]] NoRing input_ring;
         Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
@@ -89,10 +103,21 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, kTokens, kGrouped_>
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
 };
-template <class Math, int kRows, bool kGrouped>
-using PingPongTraits = DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, 128 * 128 / kRows, kGrouped>;
+template <class Math, int kRows, Op kOp, bool kGrouped>
+using PingPongTraits = DdsTraits<Math, HalvedWeight<Math, kRows, kOp>, 2, 1, 128 * 128 / kRows, kGrouped>;
 
-// Activations in 8 bits have no second parts.
+// The products of 64 features: 8 bits are read along k alone.
+template <class Math, Op kOp, int kTokens, bool kBytes = is_quantized(Math::kInput)>
+struct HalvedAtom {
+    using Type = typename Math::template ByteAtom<kTokens>;
+};
+template <class Math, Op kOp, int kTokens>
+struct HalvedAtom<Math, kOp, kTokens, false> {
+    using Major = cute::SM90::GMMA::Major;
+    using Type = typename Math::template Atom<kOp == Op::dds_nn ? Major::MN : Major::K, Major::K, kTokens>;
+};
+
+// Its activations have no second parts.
 template <class Traits, int kThreads>
 __device__ void split_input(typename Traits::Shared&, const typename Traits::NoRing&, int) {}
 
@@ -102,9 +127,9 @@ struct ScaledTraits : Traits {
     static constexpr bool kScaled = true;
 };
 
-template <class Math, int kRows, bool kGrouped>
-struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
-    using Traits = PingPongTraits<Math, kRows, kGrouped>;
+template <class Math, int kRows, Op kOp, bool kGrouped>
+struct DdsProducer<PingPongTraits<Math, kRows, kOp, kGrouped>> {
+    using Traits = PingPongTraits<Math, kRows, kOp, kGrouped>;
     using Weight = typename Traits::Weight;
 
     const DdsArguments& arguments;
@@ -130,7 +155,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
             const int token = Traits::first_token(work, rank) + Traits::kTileTokens / kWarpSize * lane;
             using Bits = std::conditional_t<sizeof(typename Traits::Result) == 2, uint16_t, uint32_t>;
             float of_feature = 0, of_token = 0;
-            if constexpr (!Traits::kScaled) {
+            if constexpr (Traits::kScales) {
                 of_feature = __ldg(arguments.scales + feature);
                 of_token = __ldg(arguments.x_scales + min(token, arguments.tokens - 1));
             }
@@ -179,7 +204,9 @@ struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
                                 load_box(&arguments.input, full, Multicast{1},
                                          input + piece * width * Traits::kTokenBytes, column, token);
                             Weight::load(arguments, full, Multicast{Traits::kAllRanks}, weight,
-                                         (piece * Weight::kFeatures + rank * kRows / 2) * width, corner);
+                                         (piece * Weight::kFeatures + rank * kRows / 2) * width *
+                                             Traits::kInputElementBytes,
+                                         corner);
                         }
                     }
                     __syncwarp();
@@ -194,16 +221,17 @@ struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
     static constexpr int kWarpSize = 32;
 };
 
-template <class Math, int kRows, bool kGrouped, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math, kRows, kGrouped>;
+template <class Math, int kRows, Op kOp, bool kGrouped, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, kRows, kOp, kGrouped>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math, kRows, kOp, kGrouped>;
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
     using Sums = Half[Traits::kFeatureHalves];
     using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
-    using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
+    using Atom = typename HalvedAtom<Math, kOp, Traits::kTileTokens>::Type;
     using Position = typename Ring<Traits::kStages>::Position;
     static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
+    static constexpr bool kHalved = !is_quantized(Traits::Math::kInput);
 
   public:
     __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
@@ -235,7 +263,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
                 continue;
             }
             [[maybe_unused]] EndScales scales;
-            if constexpr (!Traits::kScaled) scales = read_end_scales(work);
+            if constexpr (Traits::kScales) scales = read_end_scales(work);
             const int row = __ldg(plan_.rows + work.tile);
             if constexpr (kPromotes)
                 clear(sums);
@@ -255,31 +283,35 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
                     if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
             if (lacks_tokens) continue;
-            if constexpr (!Traits::kScaled) scale(sums, scales);
+            if constexpr (Traits::kScales) scale(sums, scales);
             // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
             asm volatile("" : "+r"(thread));
-            const auto store = [&](auto plain) {
-                each_half([&](int half) {
-                    const int place = Traits::kFeatureHalves * warpgroup_ + half;
-                    Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place,
-                                      thread, residual_parity);
-                    epilogue.prepare_row(row);
-                    if constexpr (kGrouped) epilogue.set_group(work);
-                    if constexpr (plain()) {
-                        epilogue.store_plain(sums[half], Traits::first_token(work, rank_));
-                    } else {
-                        epilogue.read_bias();
-                        epilogue.begin(Traits::first_token(work, rank_));
-                        epilogue.store(sums[half]);
-                    }
-                });
-            };
-            // In blocks of 64 both would need more registers than there are.
-            if (Traits::kFeatureHalves == 2 && Epilogue::is_plain(arguments_))
-                store(std::bool_constant<Traits::kFeatureHalves == 2>{});
-            else
-                store(std::false_type{});
+            if constexpr (kHalved) {
+                finish(sums, work, row, thread, residual_parity & 1);
+            } else {
+                const auto store = [&](auto plain) {
+                    each_half([&](int half) {
+                        const int place = Traits::kFeatureHalves * warpgroup_ + half;
+                        Epilogue epilogue(arguments_, shared_.output[warpgroup_][0], shared_.residual[place],
+                                          place, thread, residual_parity);
+                        epilogue.prepare_row(row);
+                        if constexpr (kGrouped) epilogue.set_group(work);
+                        if constexpr (plain()) {
+                            epilogue.store_plain(sums[half], Traits::first_token(work, rank_));
+                        } else {
+                            epilogue.read_bias();
+                            epilogue.begin(Traits::first_token(work, rank_));
+                            epilogue.store(sums[half]);
+                        }
+                    });
+                };
+                // In blocks of 64 both would need more registers than there are.
+                if (Traits::kFeatureHalves == 2 && Epilogue::is_plain(arguments_))
+                    store(std::bool_constant<Traits::kFeatureHalves == 2>{});
+                else
+                    store(std::false_type{});
+            }
             residual_parity = ~residual_parity;
         }
         cute::tma_store_wait<0>();
@@ -410,6 +442,82 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         }
     }
 
+    // The end of a tile in 16 bits, whose results are row-major: both halves at once, in buffers for all of
+    // them. Each warp reads the residual or gate of some chunks there, and stores their results.
+    __device__ void finish(Sums& sums, const Work& work, int row, int thread, uint32_t parity) const {
+        using Result = typename Traits::Result;
+        constexpr int kChunks = Traits::kChunks, kChunkSums = Traits::kChunkTokens / 2, kWarps = 4;
+        const HalfStaging<Result> staging(arguments_, thread);
+        const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+        const int barrier = 1 + Traits::kFeatureHalves * warpgroup_, feature = row * kRows;
+        const int token = Traits::first_token(work, rank_);
+        int first = feature;  // of those of its weight
+        if constexpr (kGrouped) first -= work.group * arguments_.group_rows * kRows;
+        const auto each_own_chunk = [&](auto visit) {
+            if (lane > 0) return;
+            for (int i = warp; i < Traits::kFeatureHalves * kChunks; i += kWarps) {
+                const int half = i / kChunks, chunk = i % kChunks;
+                visit(half, chunk, first + half * Traits::kWarpgroupFeatures,
+                      token + chunk * Traits::kChunkTokens);
+            }
+        };
+        const auto buffer_of = [&](int half, int chunk) { return shared_.output[warpgroup_][half][chunk]; };
+        const auto arrival_of = [&](int half, int chunk) -> const Barrier& {
+            return shared_.residual[Traits::kFeatureHalves * warpgroup_ + half][chunk];
+        };
+        if (lane == 0) cute::tma_store_wait<0>();
+        if (arguments_.has_residual)
+            each_own_chunk([&](int half, int chunk, int x, int y) {
+                const Barrier& arrived = arrival_of(half, chunk);
+                arrived.arrive_and_expect_tx(Traits::kChunkBytes);
+                load_box(&arguments_.residual, arrived, Multicast{1}, buffer_of(half, chunk), x, y);
+            });
+        if (arguments_.bias != nullptr) {
+            const auto* const bias =
+                static_cast<const Result*>(arguments_.bias) + feature + 16 * warp + lane / 4;
+            each_half([&](int half) {
+                const float first = to_float(bias[half * Traits::kWarpgroupFeatures]);
+                const float second = to_float(bias[half * Traits::kWarpgroupFeatures + 8]);
+#pragma unroll
+                for (int i = 0; i < Traits::kSums; ++i) sums[half][i] += i / 2 % 2 == 0 ? first : second;
+            });
+        }
+        each_half([&](int half) { activate_all<Result>(sums[half], arguments_.activation); });
+        cutlass::arch::NamedBarrier::sync(128, barrier);
+        each_half([&](int half) {
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                float* const of = sums[half] + chunk * kChunkSums;
+                char* const buffer = buffer_of(half, chunk);
+                if (arguments_.has_residual) {
+                    wait(arrival_of(half, chunk), parity);
+                    if (arguments_.gate_activation != Activation::none)
+                        staging.template activate<true>(buffer, arguments_.gate_activation);
+                    __syncwarp();
+                    if (arguments_.gated)
+                        staging.template combine<true>(of, buffer,
+                                                       [](float sum, float gate) { return sum * gate; });
+                    else
+                        staging.template combine<true>(of, buffer,
+                                                       [](float sum, float other) { return sum + other; });
+                }
+                staging.template put<true>(of, buffer);
+            }
+        });
+        cutlass::arch::fence_view_async_shared();
+        cutlass::arch::NamedBarrier::sync(128, barrier);
+        each_own_chunk([&](int half, int chunk, int x, int y) {
+            const char* const buffer = buffer_of(half, chunk);
+            if constexpr (kGrouped) {
+                if (y >= work.end) return;
+                store_range_box(&arguments_.output, buffer, x, y, min(work.end - y, Traits::kChunkTokens));
+            } else {
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffer, x, y);
+            }
+            cute::tma_store_arrive();
+        });
+    }
+
     // Scales of the lane's step, and of the thread's token in the next step.
     struct StepScales {
         int group;
@@ -506,9 +614,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
     mutable int token_ = 0;
 };
 
-template <class Math, int kRows, bool kGrouped = false>
-struct PingPong : Dds<Op::dds_nt, Math, 2, 1, PingPongTraits<Math, kRows, kGrouped>::kTileTokens,
-                      HalvedWeight<Math, kRows>, kGrouped> {
+template <Op kOp, class Math, int kRows, bool kGrouped = false>
+struct PingPong : Dds<kOp, Math, 2, 1, PingPongTraits<Math, kRows, kOp, kGrouped>::kTileTokens,
+                      HalvedWeight<Math, kRows, kOp>, kGrouped> {
     static constexpr Kernel row(const char* name) {
         Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
@@ -520,7 +628,8 @@ struct PingPong : Dds<Op::dds_nt, Math, 2, 1, PingPongTraits<Math, kRows, kGroup
 
 }  // namespace ts::sm90
 
-#define TS_ROW_dds_pingpong(name, math, rows) TS_SM90_ROW(name, PingPong<math, rows>)
+#define TS_ROW_dds_pingpong(name, op, math, rows) TS_SM90_ROW(name, PingPong<Op::op, math, rows>)
 
 // The same for groups of tokens; see dds_grouped.
-#define TS_ROW_dds_grouped_pingpong(name, math, rows) TS_SM90_ROW(name, PingPong<math, rows, true>)
+#define TS_ROW_dds_grouped_pingpong(name, op, math, rows) \
+    TS_SM90_ROW(name, PingPong<Op::op, math, rows, true>)

@@ -129,11 +129,12 @@ def test_a_capture_that_needs_a_new_plan_is_refused() -> None:
 def captured_build(
     arrays: list[Tensor], kernel: int, op: int, operands: tuple[Tensor, ...], workspaces: list[Tensor]
 ) -> None:
-    """Enqueues the transpose of a pattern in blocks of 16, a plan and the product on x, y and values."""
-    x, y, _ = operands
+    """Enqueues the transpose of a pattern in square blocks, a plan and the product on x, y and values."""
+    x, y, values = operands
+    side = values.shape[1]
     stream = torch.cuda.current_stream().cuda_stream
     shape = (y.shape[1], x.shape[1])
-    pattern = _C.Pattern(16, 16, *shape, len(arrays[1]), *(array.data_ptr() for array in arrays))
+    pattern = _C.Pattern(side, side, *shape, len(arrays[1]), *(array.data_ptr() for array in arrays))
 
     def memory(size: int) -> tuple[int, int]:
         workspaces.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
@@ -157,14 +158,15 @@ def rows_of(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_a_captured_pattern_follows_its_arrays() -> None:
     """A graph of all there is to do for a pattern that changes on the GPU."""
-    shape, block_shape = (1280, 896), (16, 16)  # which every kernel takes
-    patterns = [
-        BlockPattern.random(shape, block_shape=block_shape, density=0.3, generator=seeded(seed))
-        for seed in (1, 2, 3)
-    ]
+    patterns_by_side = {
+        side: [
+            BlockPattern.random((1280, 896), block_shape=side, density=0.3, generator=seeded(seed))
+            for seed in (1, 2, 3)
+        ]
+        for side in (16, 128)
+    }
     capability = _C.device_info(1).compute_capability
     x, y = (numbers(300, size, seed=size) for size in (896, 1280))
-    values = random_values(patterns[0], dtype=BF16, device="cuda")
     checked = 0
     for (index, kernel), op in product(enumerate(_C.kernels()), (DDS_NT, DDS_NN, SDD_TN)):
         takes_values = kernel.storages & 1 and not kernel.values_dtypes  # plain, in the dtype of x
@@ -173,6 +175,8 @@ def test_a_captured_pattern_follows_its_arrays() -> None:
         if not does_it or grouped or kernel.min_compute_capability not in (80, capability):
             continue
         checked += 1
+        patterns = patterns_by_side[128 if "pingpong" in kernel.name else 16]  # others take small blocks
+        values = random_values(patterns[0], dtype=BF16, device="cuda")
         operands = [x, y, values]
         operands[(1, 0, 2)[op]] = result = torch.zeros_like(operands[(1, 0, 2)[op]])
         arrays = [array.cuda() for array in rows_of(patterns[0])]
