@@ -763,10 +763,11 @@ def test_a_layer_that_is_compiled_by_itself_goes_on_computing_what_the_model_has
         (nn.Linear(64, 64), change),
         (BlockSparseLinear(64, 64, block_shape=32), densify_),
     ):
-        model = nn.Sequential(torch.compile(layer, backend="eager"))
+        compiled: Any = torch.compile(layer, backend="eager")
+        model = nn.Sequential(compiled)
         y = model(x)
         assert "holds it" in {one.name: one.reason for one in verb(model).skipped}["0._orig_mod"]
-        assert next(iter(model[0].children())) is layer and torch.equal(model(x), y)
+        assert next(iter(compiled.children())) is layer and torch.equal(model(x), y)
 
 
 def test_attributes_of_layers_and_weights_are_carried_over() -> None:

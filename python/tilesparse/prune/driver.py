@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_choice, check_flag, check_shapes, empty_of
+from .._checks import check_choice, check_flag, check_shapes, empty_of, listed
 from .._runtime.pattern_cache import blocks_of
 from ..calibrate.calibration import (
     Calibration,
@@ -494,7 +494,7 @@ def prune_(
         warn_of_few_tokens(model, tokens_of_projections(experts, tokens))
     if made:
         warn_of_empty(layer for layer in pruned if layer.projection is None)
-    order = f"block by block of {stack!r}" if stack is not None else "all layers at once"
+    order = "all layers at once" if stack is None else f"block by block of {listed([stack])}"
     return replace(
         sizes,
         layers=pruned,

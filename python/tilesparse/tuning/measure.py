@@ -181,7 +181,7 @@ def device_to_measure(device: object) -> torch.device:
     return found
 
 
-def _check_measurable(product: object, device: torch.device) -> None:
+def _check_measurable(product: Any, device: torch.device) -> None:
     check_kind("products", product, Product)
     if product.column_major and not storage_of(product.storage).trainable:
         raise InvalidArgumentError(f"products must be stored 'plain' if they are column-major, got {product}")
