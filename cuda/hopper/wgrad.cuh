@@ -219,6 +219,7 @@ class SddProducer {
             load(work, tile, feature, index / teams % 2 != 0,
                  arguments_.pace != nullptr && schedule.is_whole(index), shares);
         }
+        shared_.rings[cursor_.large].wait_all_empty(cursor_.position, cursor_.stages());
     }
 
     // Loads a grouped product: takes tiles, those of the groups with most tokens first, and tells the
@@ -602,9 +603,7 @@ class SddConsumer {
             // Skipping what has no steps would make the compiler think that lanes of a warp differ.
             const SddWork work = schedule.work(index, rank_);
             sum_up_tile(sums, plan.tile(work.tile), work.last_step - work.first_step);
-            // The other CTA may exit while this one stores.
             const bool is_last = index + teams >= schedule.size();
-            if (is_last) cute::cluster_arrive();
             if (work.partial >= 0) {
                 cudaTriggerProgrammaticLaunchCompletion();
                 store_sums(partial_sums<kSums>(arguments_.partial, 2 * int64_t{work.partial} + half_), sums);
@@ -616,7 +615,6 @@ class SddConsumer {
                 SddEpilogue<Traits>(arguments_, plan, work.tile, half_).store(sums, 0);
             }
         }
-        if (team >= schedule.size()) cute::cluster_arrive();
         if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
     }
 
@@ -711,13 +709,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Traits::Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 128) prefetch_plan(arguments);
-    if (threadIdx.x == 0) {
+    set_up([&] {
         if (arguments.steps > 0)
             for (const CUtensorMap* map : {&arguments.y, &arguments.x}) prefetch(map);
         for (auto& ring : shared.rings) ring.init(Traits::kHalves * arguments.team_size);
-        cutlass::arch::fence_barrier_init();
-    }
-    cute::cluster_arrive();
+    });
     const int rank = blockIdx.x % arguments.team_size;
     const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
@@ -731,13 +727,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             sums::sum_items<typename Traits::Input, Traits::kSumsAhead, true>(
                 arguments.sums, (warp - 1) * gridDim.x + blockIdx.x, Traits::kSumWarps * gridDim.x,
                 threadIdx.x % 32);
-        cute::cluster_arrive();
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
         SddConsumer<Traits, kRowMajorY, kRowMajorX>(arguments, shared, rank, warp / 4 - 1)
             .run(plan, schedule);
     }
-    cute::cluster_wait();  // the other CTA may still arrive at barriers of this one
 }
 
 // The sdd kernel of grouped products: which warps load and multiply.

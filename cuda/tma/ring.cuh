@@ -50,7 +50,25 @@ struct Ring {
     }
     __device__ void wait_full(Position at) const { wait(full[at.stage], at.parity); }
     __device__ void wait_empty(Position at) const { wait(empty[at.stage], at.parity ^ 1); }
+
+    // Waits until all are empty, from the stage on that would be filled next, of so many: before a CTA ends
+    // nobody in its cluster may still have to release one.
+    __device__ void wait_all_empty(Position at, int stages = kStages) const {
+        for (int i = 0; i < stages; ++i, at.advance(stages)) wait_empty(at);
+    }
 };
+
+// Begins a kernel: one thread sets barriers up by `init`, for all of the cluster, which may arrive at them
+// after cute::cluster_wait(). Nothing else is waited for: a barrier that releases what was written takes half
+// a microsecond.
+template <class Init>
+__device__ void set_up(Init init) {
+    if (threadIdx.x == 0) {
+        init();
+        cutlass::arch::fence_barrier_init();
+    }
+    cute::cluster_arrive_relaxed();
+}
 
 // Which CTAs of a cluster receive a copy.
 struct Multicast {
