@@ -19,10 +19,25 @@
 
 namespace ts::sm90 {
 
+template <class Math, int kTokens>
+struct TurnAtom {
+    using type = typename Math::template ByteAtom<kTokens>;
+};
+template <class Result>
+struct TurnAtom<Int8<Result>, 192> {
+    using type = cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN;
+};
+
 // `kRows`: of a block. Each CTA of a cluster loads half of them for both.
-template <class Math, int kRows>
+template <class Math, int kRows, int kTokens>
 struct HalvedWeight : ByteWeight<Math> {
+    // Sums of 192 x 128 leave no registers for more than scaling and rounding.
+    static constexpr bool kPlain = kTokens == 192;
+
     static const char* refuses(const Problem& problem) {
+        if (kPlain && (problem.bias != nullptr || problem.activation != Activation::none ||
+                       problem.residual.data != nullptr || problem.output().layout != Layout::row_major))
+            return "its results are row-major sums without bias, activation, residual or gate";
         if (problem.row_block() == kRows && problem.k_block() >= kRows) return nullptr;
         return kRows == 128 ? "its blocks have 128 rows and 128 columns at least"
                             : "its blocks have 64 rows and 64 columns at least";
@@ -39,18 +54,19 @@ struct HalvedWeight : ByteWeight<Math> {
 };
 
 template <class Math, int kRows, int kTokens, bool kGrouped_>
-struct DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, kTokens, kGrouped_>
+struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens>, 2, 1, kTokens, kGrouped_>
     : DdsTraits<Math, ByteWeight<Math>, 2, 1, kTokens, kGrouped_> {
     using Base = DdsTraits<Math, ByteWeight<Math>, 2, 1, kTokens, kGrouped_>;
-    using Weight = HalvedWeight<Math, kRows>;
+    using Weight = HalvedWeight<Math, kRows, kTokens>;
     static constexpr int kTileFeatures = kRows;
     static constexpr int kFeatureHalves = kRows / Weight::kFeatures;
-    static constexpr int kChunks = Base::kAllChunks;
+    static constexpr int kChunks = Weight::kPlain ? 4 : Base::kAllChunks;
     // Sums of 64 x 128 leave room for those of a step.
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
     static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried && !kPromotes;
     static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
-    static constexpr int kStages = kFeatureHalves == 1 ? 4 : 6 / kRings;
+    static constexpr int kStages = (kStagedBytes - Base::kWarpgroups * kChunks * Base::kChunkBytes) /
+                                   (Base::kInputBytes + kFeatureHalves * Weight::kStageBytes) / kRings;
     static constexpr bool kSplits = false;
     static constexpr bool kHalves = false;
     static constexpr int kBoxTokens = Base::kTileTokens;
@@ -89,8 +105,8 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, kTokens, kGrouped_>
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
 };
-template <class Math, int kRows, bool kGrouped>
-using PingPongTraits = DdsTraits<Math, HalvedWeight<Math, kRows>, 2, 1, 128 * 128 / kRows, kGrouped>;
+template <class Math, int kRows, int kTokens, bool kGrouped>
+using PingPongTraits = DdsTraits<Math, HalvedWeight<Math, kRows, kTokens>, 2, 1, kTokens, kGrouped>;
 
 // Activations in 8 bits have no second parts.
 template <class Traits, int kThreads>
@@ -102,9 +118,9 @@ struct ScaledTraits : Traits {
     static constexpr bool kScaled = true;
 };
 
-template <class Math, int kRows, bool kGrouped>
-struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
-    using Traits = PingPongTraits<Math, kRows, kGrouped>;
+template <class Math, int kRows, int kTokens, bool kGrouped>
+struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kGrouped>> {
+    using Traits = PingPongTraits<Math, kRows, kTokens, kGrouped>;
     using Weight = typename Traits::Weight;
 
     const DdsArguments& arguments;
@@ -193,14 +209,14 @@ struct DdsProducer<PingPongTraits<Math, kRows, kGrouped>> {
     static constexpr int kWarpSize = 32;
 };
 
-template <class Math, int kRows, bool kGrouped, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math, kRows, kGrouped>;
+template <class Math, int kRows, int kTokens, bool kGrouped, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math, kRows, kTokens, kGrouped>;
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
     using Sums = Half[Traits::kFeatureHalves];
     using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
-    using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
+    using Atom = typename TurnAtom<Math, kTokens>::type;
     using Position = typename Ring<Traits::kStages>::Position;
     static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
 
@@ -234,8 +250,12 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
                 continue;
             }
             [[maybe_unused]] EndScales scales;
-            if constexpr (!Traits::kScaled) scales = read_end_scales(work);
-            const int row = __ldg(plan_.rows + work.tile);
+            int row;
+            const auto read_end = [&] {
+                row = __ldg(plan_.rows + work.tile);
+                if constexpr (!Traits::kScaled) scales = read_end_scales(work, row);
+            };
+            if constexpr (kPromotes) read_end();
             if constexpr (kPromotes)
                 clear(sums);
             else
@@ -247,6 +267,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
+                read_end();  // while the last products are under way
                 cute::warpgroup_wait<0>();
                 release_multiplied();
                 if (work.steps == 0) clear(sums);
@@ -254,31 +275,24 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
                     if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
             if (lacks_tokens) continue;
-            if constexpr (!Traits::kScaled) scale(sums, scales);
             // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
             asm volatile("" : "+r"(thread));
-            const auto store = [&](auto plain) {
+            if (Traits::Weight::kPlain || Epilogue::is_plain(arguments_)) {
+                store_plain<0>(sums, scales, row, work, thread);
+            } else if constexpr (!Traits::Weight::kPlain) {
+                if constexpr (!Traits::kScaled) scale(sums, scales);
                 each_half([&](int half) {
                     const int place = Traits::kFeatureHalves * warpgroup_ + half;
                     Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place,
                                       thread, residual_parity);
                     epilogue.prepare_row(row);
                     if constexpr (kGrouped) epilogue.set_group(work);
-                    if constexpr (plain()) {
-                        epilogue.store_plain(sums[half], Traits::first_token(work, rank_));
-                    } else {
-                        epilogue.read_bias();
-                        epilogue.begin(Traits::first_token(work, rank_));
-                        epilogue.store(sums[half]);
-                    }
+                    epilogue.read_bias();
+                    epilogue.begin(Traits::first_token(work, rank_));
+                    epilogue.store(sums[half]);
                 });
-            };
-            // In blocks of 64 both would need more registers than there are.
-            if (Traits::kFeatureHalves == 2 && Epilogue::is_plain(arguments_))
-                store(std::bool_constant<Traits::kFeatureHalves == 2>{});
-            else
-                store(std::false_type{});
+            }
             residual_parity = ~residual_parity;
         }
         cute::tma_store_wait<0>();
@@ -450,14 +464,13 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         float tokens[Traits::kTileTokens / kWarpSize];
         float2 features[Traits::kFeatureHalves];
     };
-    __device__ EndScales read_end_scales(const Work& work) const {
+    __device__ EndScales read_end_scales(const Work& work, int row) const {
         EndScales scales;
 #pragma unroll
         for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i) {
             const int token = Traits::first_token(work, rank_) + kWarpSize * i + lane_;
             scales.tokens[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
         }
-        const int row = __ldg(plan_.rows + work.tile);
         const float* const first =
             arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
 #pragma unroll
@@ -467,6 +480,93 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
         }
         return scales;
     }
+    // Results that are what the sums are, row-major. All tokens of a chunk are stored at a time; chunks take
+    // the buffers in turn. See HalfStaging for the places.
+    template <int kChunk>
+    __device__ void store_plain(const Sums& sums, const EndScales& scales, int row, const Work& work,
+                                int thread) const {
+        constexpr int kHalves = Traits::kFeatureHalves, kChunkTokens = Traits::kChunkTokens;
+        constexpr int kSets = Traits::kChunks / kHalves, kSet = kChunk % kSets;
+        // Where a set of buffers is all that there is, others are waited for with the results at hand.
+        constexpr bool kAhead = kSets == 1;
+        uint32_t words[kChunkTokens / 16][kHalves][4];
+        const auto round = [&](int i) {
+#pragma unroll
+            for (int eight = 0; eight < 2; ++eight)  // tokens
+                round_eight(sums, scales, kChunk * kChunkTokens + 16 * i + 8 * eight, words[i], 2 * eight);
+        };
+        const auto sync = [&] {
+            cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
+        };
+        const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+        if constexpr (kAhead) {
+#pragma unroll
+            for (int i = 0; i < kChunkTokens / 16; ++i) round(i);
+        }
+        if constexpr (kAhead || kChunk == 0) {
+            if (lane == 0) cute::tma_store_wait<0>();
+            sync();
+        }
+        const uint32_t place =
+            swizzled((lane / 16 * 8 + lane % 8) * kLine + (16 * warp + lane / 8 % 2 * 8) * 2, kLine);
+        const auto& buffers = shared_.output[warpgroup_];
+#pragma unroll
+        for (int i = 0; i < kChunkTokens / 16; ++i) {
+            if constexpr (!kAhead) round(i);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) {
+                const auto& four = words[i][half];
+                const char* const to = buffers[kSet * kHalves + half] + place + 16 * i * kLine;
+                cute::SM90_U16x8_STSM_T::copy(
+                    four[0], four[1], four[2], four[3],
+                    *reinterpret_cast<cute::uint128_t*>(const_cast<char*>(to)));
+            }
+        }
+        cutlass::arch::fence_view_async_shared();
+        // The next chunk's buffers are those of one before.
+        if constexpr (!kAhead && kChunk + 1 >= kSets && kChunk + 1 < Traits::kAllChunks)
+            if (lane == 0) cute::tma_store_wait<0>();
+        sync();
+        const int half = warp - kSet * kHalves;
+        if (lane == 0 && half >= 0 && half < kHalves) {
+            const int token = Traits::first_token(work, rank_) + kChunk * kChunkTokens;
+            const int feature = row * kRows + half * Traits::kWarpgroupFeatures;
+            if constexpr (!kGrouped)
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], feature, token);
+            else if (token < work.end)
+                store_range_box(&arguments_.output, buffers[warp],
+                                feature - work.group * arguments_.group_rows * kRows, token,
+                                min(work.end - token, kChunkTokens));
+            cute::tma_store_arrive();
+        }
+        if constexpr (kChunk + 1 < Traits::kAllChunks)
+            store_plain<kChunk + 1>(sums, scales, row, work, thread);
+    }
+
+    // Scales and rounds eight tokens: of each half two words from `first` on.
+    __device__ void round_eight(const Sums& sums, const EndScales& scales, int token,
+                                uint32_t (&words)[Traits::kFeatureHalves][4], int first) const {
+        float of_first = 1, of_second = 1;
+        if constexpr (!Traits::kScaled) {
+            const int lane = token % kWarpSize + lane_ % 4 * 2;
+            of_first = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane);
+            of_second = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane + 1);
+        }
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const auto* const pair = sums[half] + token / 2 + 2 * i;
+                auto one = static_cast<float>(pair[0]), other = static_cast<float>(pair[1]);
+                if constexpr (!Traits::kScaled) {
+                    const float of_feature = i == 0 ? scales.features[half].x : scales.features[half].y;
+                    one = __fmul_rn(__fmul_rn(one, of_first), of_feature);
+                    other = __fmul_rn(__fmul_rn(other, of_second), of_feature);
+                }
+                words[half][first + i] = rounded<typename Traits::Result>(one, other);
+            }
+    }
+
     // See DdsEpilogue for where the sums of a thread are.
     __device__ void scale(Sums& sums, const EndScales& scales) const {
 #pragma unroll
@@ -505,9 +605,8 @@ class DdsConsumer<PingPongTraits<Math, kRows, kGrouped>, kRowMajorInput> {
     mutable int token_ = 0;
 };
 
-template <class Math, int kRows, bool kGrouped = false>
-struct PingPong : Dds<Op::dds_nt, Math, 2, 1, PingPongTraits<Math, kRows, kGrouped>::kTileTokens,
-                      HalvedWeight<Math, kRows>, kGrouped> {
+template <class Math, int kRows, int kTokens, bool kGrouped = false>
+struct PingPong : Dds<Op::dds_nt, Math, 2, 1, kTokens, HalvedWeight<Math, kRows, kTokens>, kGrouped> {
     static constexpr Kernel row(const char* name) {
         Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
@@ -519,7 +618,8 @@ struct PingPong : Dds<Op::dds_nt, Math, 2, 1, PingPongTraits<Math, kRows, kGroup
 
 }  // namespace ts::sm90
 
-#define TS_ROW_dds_pingpong(name, math, rows) TS_SM90_ROW(name, PingPong<math, rows>)
+#define TS_ROW_dds_pingpong(name, math, rows, tokens) TS_SM90_ROW(name, PingPong<math, rows, tokens>)
 
 // The same for groups of tokens; see dds_grouped.
-#define TS_ROW_dds_grouped_pingpong(name, math, rows) TS_SM90_ROW(name, PingPong<math, rows, true>)
+#define TS_ROW_dds_grouped_pingpong(name, math, rows, tokens) \
+    TS_SM90_ROW(name, PingPong<math, rows, tokens, true>)
