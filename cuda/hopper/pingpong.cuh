@@ -92,6 +92,14 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens>, 2, 1, kTokens, kGroup
     struct Factors {
         float of[Base::kWarpgroups][2][Base::kTileTokens];
     };
+    // Scales of a warpgroup's tokens, which multiply sums: of eight tokens each fourth lane has two neighbours.
+    struct EndScales {
+        alignas(16) float of[Base::kWarpgroups][4][Base::kTileTokens / 4 + 4];  // without conflicts of banks
+
+        __device__ float& of_token(int warpgroup, int token) {
+            return of[warpgroup][token / 2 % 4][token / 8 * 2 + token % 2];
+        }
+    };
     struct Shared {
         alignas(1024) char input[kRings][kStages][Base::kInputBytes];
         alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
@@ -100,7 +108,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens>, 2, 1, kTokens, kGroup
         Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
         Schedule schedule;
-        [[no_unique_address]] std::conditional_t<Base::kScaled, Factors, NoScales> factors;
+        std::conditional_t<Base::kScaled, Factors, EndScales> factors;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
@@ -162,24 +170,35 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kGrouped>> {
         typename Ring<Traits::kStages>::Position position;
         const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
         const int steps_read = kWarpSize / pieces;
-        for (int turn = 0;; turn ^= 1) {
-            const typename Traits::Work work = shared.schedule.pop(next, lane);
-            if (work.tile < 0) return;
-            if (ring != (Traits::kRings == 2 ? turn : 0)) continue;
+        const auto read = [&](int first, int end) -> int2 {
+            const int at = first * pieces + lane;
+            return at < end * pieces ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)} : int2{};
+        };
+        const auto take = [&](bool other) {
+            typename Traits::Work work = shared.schedule.pop(next, lane);
+            if (other && work.tile >= 0) work = shared.schedule.pop(next, lane);
+            return work;
+        };
+        typename Traits::Work next_work = take(ring > 0);
+        int2 next_steps = read(next_work.step, next_work.step + next_work.steps);
+        while (next_work.tile >= 0) {
+            const typename Traits::Work work = next_work;
             const int token = Traits::first_token(work, rank), end = work.step + work.steps;
             const bool lacks_tokens = Traits::lacks_tokens(work, rank);
-            const auto read = [&](int first) -> int2 {
-                const int at = first * pieces + lane;
-                return at < end * pieces ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)} : int2{};
+            const auto take_next = [&] {
+                next_work = take(Traits::kRings == 2);
+                next_steps = read(next_work.step, next_work.step + next_work.steps);
             };
-            int2 next_steps = read(work.step);
+            if (work.steps == 0) take_next();
             for (int first = work.step; first < end; first += steps_read) {
                 const auto [k, slot] = next_steps;
-                next_steps = read(first + steps_read);
+                next_steps = read(first + steps_read, end);
                 const int from = k < 0 ? arguments.k_size : k;
                 const auto [x, y] =
                     Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
                 for (int i = 0; i < min(steps_read, end - first); ++i) {
+                    // While a stage is waited for, anyway.
+                    if (first + i == end - 1) take_next();
                     shared.weight_ring[ring].wait_empty(position);
                     const Barrier& full = shared.weight_ring[ring].full[position.stage];
                     char* const input = shared.input[ring][position.stage];
@@ -242,20 +261,29 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
         clear(sums);  // else they have registers from the beginning on, where there are fewer
         uint32_t residual_parity = 0;
         if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
-        for (int turn = 0;; turn ^= 1) {
-            const Work work = shared_.schedule.pop(next, lane_);
-            if (work.tile < 0) break;
-            if (turn != warpgroup_) {
-                if constexpr (!kPromotes) skip(work.steps);
-                continue;
-            }
-            [[maybe_unused]] EndScales scales;
+        // Those of the other warpgroup are between.
+        const auto take = [&] {
+            Work work = shared_.schedule.pop(next, lane_);
+            if (work.tile < 0) return work;
+            if constexpr (!kPromotes) skip(work.steps);
+            return shared_.schedule.pop(next, lane_);
+        };
+        Work next_work = warpgroup_ == 0 ? shared_.schedule.pop(next, lane_) : take();
+        while (next_work.tile >= 0) {
+            const Work work = next_work;
             int row;
+            FeatureScales scales;
             const auto read_end = [&] {
                 row = __ldg(plan_.rows + work.tile);
-                if constexpr (!Traits::kScaled) scales = read_end_scales(work, row);
+                if constexpr (!Traits::kScaled) {
+                    read_token_scales(work);
+                    scales = read_feature_scales(row);
+                }
             };
-            if constexpr (kPromotes) read_end();
+            if constexpr (kPromotes) {
+                read_end();
+                if constexpr (!Traits::kScaled) put_token_scales();
+            }
             if constexpr (kPromotes)
                 clear(sums);
             else
@@ -267,13 +295,17 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
-                read_end();  // while the last products are under way
+                // While the last products are under way.
+                read_end();
+                next_work = take();
+                put_token_scales();
                 cute::warpgroup_wait<0>();
                 release_multiplied();
                 if (work.steps == 0) clear(sums);
                 if constexpr (kCarries)
                     if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
+            if constexpr (kPromotes) next_work = take();
             if (lacks_tokens) continue;
             // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
@@ -281,7 +313,10 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
             if (Traits::Weight::kPlain || Epilogue::is_plain(arguments_)) {
                 store_plain<0>(sums, scales, row, work, thread);
             } else if constexpr (!Traits::Weight::kPlain) {
-                if constexpr (!Traits::kScaled) scale(sums, scales);
+                if constexpr (!Traits::kScaled) {
+                    sync();
+                    scale(sums, scales);
+                }
                 each_half([&](int half) {
                     const int place = Traits::kFeatureHalves * warpgroup_ + half;
                     Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place,
@@ -458,68 +493,106 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
         if (thread < Traits::kRanks) shared_.weight_ring[ring_].empty[stage].arrive(thread);
     }
 
-    // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
-    // thread's features in each half.
-    struct EndScales {
-        float tokens[Traits::kTileTokens / kWarpSize];
-        float2 features[Traits::kFeatureHalves];
+    // Scales outside of the sums. Those of the thread's features in each half are kept; those of tokens go to
+    // shared memory, where they are when the threads have been waited for.
+    struct FeatureScales {
+        float2 of[Traits::kFeatureHalves];
     };
-    __device__ EndScales read_end_scales(const Work& work, int row) const {
-        EndScales scales;
-#pragma unroll
-        for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i) {
-            const int token = Traits::first_token(work, rank_) + kWarpSize * i + lane_;
-            scales.tokens[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
-        }
+    static constexpr int kOwnTokens = (Traits::kTileTokens + 127) / 128;
+    __device__ FeatureScales read_feature_scales(int row) const {
+        FeatureScales scales;
         const float* const first =
             arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
 #pragma unroll
         for (int half = 0; half < Traits::kFeatureHalves; ++half) {
             const float* const of = first + half * Traits::kWarpgroupFeatures;
-            scales.features[half] = {__ldg(of), __ldg(of + 8)};
+            scales.of[half] = {__ldg(of), __ldg(of + 8)};
         }
         return scales;
     }
+    __device__ void read_token_scales(const Work& work) {
+#pragma unroll
+        for (int i = 0; i < kOwnTokens; ++i) {
+            const int token = Traits::first_token(work, rank_) + threadIdx.x % 128 + 128 * i;
+            token_scales_[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+        }
+    }
+    __device__ void put_token_scales() const {
+#pragma unroll
+        for (int i = 0; i < kOwnTokens; ++i) {
+            const int token = threadIdx.x % 128 + 128 * i;
+            if (Traits::kTileTokens % 128 == 0 || token < Traits::kTileTokens)
+                shared_.factors.of_token(warpgroup_, token) = token_scales_[i];
+        }
+    }
+    // Those of two tokens in each of two times eight.
+    __device__ float4 scales_of(int token) const {
+        if constexpr (Traits::kScaled) return {};
+        else return reinterpret_cast<const float4&>(shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
+    }
+    __device__ float scaled(float sum, float of_token, float of_feature) const {
+        return Traits::kScaled ? sum : __fmul_rn(__fmul_rn(sum, of_token), of_feature);
+    }
+    // See DdsEpilogue for where the sums of a thread are.
+    __device__ void scale(Sums& sums, const FeatureScales& scales) const {
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; i += 8) {
+            const float4 of_tokens = scales_of(2 * i);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float of_token = j / 4 == 0 ? j % 2 == 0 ? of_tokens.x : of_tokens.y
+                                                  : j % 2 == 0 ? of_tokens.z : of_tokens.w;
+#pragma unroll
+                for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+                    auto& floats = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
+                    const float2 features = scales.of[half];
+                    floats[i + j] = scaled(static_cast<float>(sums[half][i + j]), of_token,
+                                           j / 2 % 2 == 0 ? features.x : features.y);
+                }
+            }
+        }
+    }
+
+    __device__ void sync() const {
+        cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
+    }
+
     // Results that are what the sums are, row-major. All tokens of a chunk are stored at a time; chunks take
     // the buffers in turn. See HalfStaging for the places.
     template <int kChunk>
-    __device__ void store_plain(const Sums& sums, const EndScales& scales, int row, const Work& work,
+    __device__ void store_plain(const Sums& sums, const FeatureScales& scales, int row, const Work& work,
                                 int thread) const {
         constexpr int kHalves = Traits::kFeatureHalves, kChunkTokens = Traits::kChunkTokens;
         constexpr int kSets = Traits::kChunks / kHalves, kSet = kChunk % kSets;
-        // Where a set of buffers is all that there is, others are waited for with the results at hand.
+        // Where a set of buffers is all that there is, it is waited for with the results at hand.
         constexpr bool kAhead = kSets == 1;
+        const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+        const auto wait_for_buffers = [&] {
+            if (lane == 0) cute::tma_store_wait<0>();
+            sync();
+        };
         uint32_t words[kChunkTokens / 16][kHalves][4];
         const auto round = [&](int i) {
-#pragma unroll
-            for (int eight = 0; eight < 2; ++eight)  // tokens
-                round_eight(sums, scales, kChunk * kChunkTokens + 16 * i + 8 * eight, words[i], 2 * eight);
+            round_tokens(words[i], sums, scales, kChunk * kChunkTokens + 16 * i);
         };
-        const auto sync = [&] {
-            cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
-        };
-        const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+        if constexpr (kChunk == 0) wait_for_buffers();
         if constexpr (kAhead) {
 #pragma unroll
             for (int i = 0; i < kChunkTokens / 16; ++i) round(i);
-        }
-        if constexpr (kAhead || kChunk == 0) {
-            if (lane == 0) cute::tma_store_wait<0>();
-            sync();
+            if constexpr (kChunk > 0) wait_for_buffers();
         }
         const uint32_t place =
             swizzled((lane / 16 * 8 + lane % 8) * kLine + (16 * warp + lane / 8 % 2 * 8) * 2, kLine);
-        const auto& buffers = shared_.output[warpgroup_];
+        auto& buffers = shared_.output[warpgroup_];
 #pragma unroll
         for (int i = 0; i < kChunkTokens / 16; ++i) {
             if constexpr (!kAhead) round(i);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) {
                 const auto& four = words[i][half];
-                const char* const to = buffers[kSet * kHalves + half] + place + 16 * i * kLine;
-                cute::SM90_U16x8_STSM_T::copy(
-                    four[0], four[1], four[2], four[3],
-                    *reinterpret_cast<cute::uint128_t*>(const_cast<char*>(to)));
+                char* const to = buffers[kSet * kHalves + half] + place + 16 * i * kLine;
+                cute::SM90_U16x8_STSM_T::copy(four[0], four[1], four[2], four[3],
+                                              *reinterpret_cast<cute::uint128_t*>(to));
             }
         }
         cutlass::arch::fence_view_async_shared();
@@ -543,50 +616,20 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
             store_plain<kChunk + 1>(sums, scales, row, work, thread);
     }
 
-    // Scales and rounds eight tokens: of each half two words from `first` on.
-    __device__ void round_eight(const Sums& sums, const EndScales& scales, int token,
-                                uint32_t (&words)[Traits::kFeatureHalves][4], int first) const {
-        float of_first = 1, of_second = 1;
-        if constexpr (!Traits::kScaled) {
-            const int lane = token % kWarpSize + lane_ % 4 * 2;
-            of_first = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane);
-            of_second = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane + 1);
-        }
+    // Scales and rounds 16 tokens: of each half the words of four matrices.
+    __device__ void round_tokens(uint32_t (&words)[Traits::kFeatureHalves][4], const Sums& sums,
+                                 const FeatureScales& scales, int token) const {
+        const float4 of_tokens = scales_of(token);
 #pragma unroll
         for (int half = 0; half < Traits::kFeatureHalves; ++half)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < 4; ++i) {
                 const auto* const pair = sums[half] + token / 2 + 2 * i;
-                auto one = static_cast<float>(pair[0]), other = static_cast<float>(pair[1]);
-                if constexpr (!Traits::kScaled) {
-                    const float of_feature = i == 0 ? scales.features[half].x : scales.features[half].y;
-                    one = __fmul_rn(__fmul_rn(one, of_first), of_feature);
-                    other = __fmul_rn(__fmul_rn(other, of_second), of_feature);
-                }
-                words[half][first + i] = rounded<typename Traits::Result>(one, other);
+                const float of_feature = i % 2 == 0 ? scales.of[half].x : scales.of[half].y;
+                words[half][i] = rounded<typename Traits::Result>(
+                    scaled(static_cast<float>(pair[0]), i / 2 == 0 ? of_tokens.x : of_tokens.z, of_feature),
+                    scaled(static_cast<float>(pair[1]), i / 2 == 0 ? of_tokens.y : of_tokens.w, of_feature));
             }
-    }
-
-    // See DdsEpilogue for where the sums of a thread are.
-    __device__ void scale(Sums& sums, const EndScales& scales) const {
-#pragma unroll
-        for (int i = 0; i < Traits::kSums; i += 4) {
-            const int token = 2 * i, lane = token % kWarpSize + lane_ % 4 * 2;
-            const float of_first = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane);
-            const float of_second = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane + 1);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float of_token = j % 2 == 0 ? of_first : of_second;
-#pragma unroll
-                for (int half = 0; half < Traits::kFeatureHalves; ++half) {
-                    auto& scaled = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
-                    const float2 features = scales.features[half];
-                    const float of_feature = j / 2 == 0 ? features.x : features.y;
-                    scaled[i + j] =
-                        __fmul_rn(__fmul_rn(static_cast<float>(sums[half][i + j]), of_token), of_feature);
-                }
-            }
-        }
     }
 
     const DdsArguments& arguments_;
@@ -603,6 +646,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
     [[no_unique_address]] std::conditional_t<kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
         carried_[Traits::kFeatureHalves];
     mutable int token_ = 0;
+    float token_scales_[kOwnTokens];
 };
 
 template <class Math, int kRows, int kTokens, bool kGrouped = false>
