@@ -179,6 +179,10 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kGrouped>> {
             if (other && work.tile >= 0) work = shared.schedule.pop(next, lane);
             return work;
         };
+        if (ring >= Traits::kRings) {
+            while (take(false).tile >= 0) continue;
+            return;
+        }
         typename Traits::Work next_work = take(ring > 0);
         int2 next_steps = read(next_work.step, next_work.step + next_work.steps);
         while (next_work.tile >= 0) {
