@@ -3,6 +3,7 @@
 // CTA: tiles of one block row, 128 tokens x 128 features or 256 x 64, which go to the two warpgroups in turn:
 // while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
 // features at a time. No block rows are united: a step has 128 k of one, two blocks of 64 x 64.
+// Tiles of 192 tokens x 128 features, which load less, are for int8 and plain results.
 // Cluster of 2: different tokens, which share the weight by multicast.
 // Warps: 1 or 2 load, 1 schedules, 8 multiply and store; 1 reads ahead all of a tile but its operands.
 // CTAs are persistent.
@@ -19,6 +20,7 @@
 
 namespace ts::sm90 {
 
+// Products of 64 x kTokens.
 template <class Math, int kTokens>
 struct TurnAtom {
     using type = typename Math::template ByteAtom<kTokens>;
@@ -92,7 +94,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens>, 2, 1, kTokens, kGroup
     struct Factors {
         float of[Base::kWarpgroups][2][Base::kTileTokens];
     };
-    // Scales of a warpgroup's tokens, which multiply sums: of eight tokens each fourth lane has two neighbours.
+    // Scales of a warpgroup's tokens, which multiply sums: every fourth lane has the same two of each eight.
     struct EndScales {
         alignas(16) float of[Base::kWarpgroups][4][Base::kTileTokens / 4 + 4];  // without conflicts of banks
 
@@ -275,18 +277,11 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
         Work next_work = warpgroup_ == 0 ? shared_.schedule.pop(next, lane_) : take();
         while (next_work.tile >= 0) {
             const Work work = next_work;
-            int row;
-            FeatureScales scales;
-            const auto read_end = [&] {
-                row = __ldg(plan_.rows + work.tile);
-                if constexpr (!Traits::kScaled) {
-                    read_token_scales(work);
-                    scales = read_feature_scales(row);
-                }
-            };
-            if constexpr (kPromotes) {
-                read_end();
-                if constexpr (!Traits::kScaled) put_token_scales();
+            const int row = __ldg(plan_.rows + work.tile);
+            [[maybe_unused]] FeatureScales scales;
+            if constexpr (!Traits::kScaled) {
+                read_token_scales(work);
+                scales = read_feature_scales(row);
             }
             if constexpr (kPromotes)
                 clear(sums);
@@ -299,9 +294,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
-                // While the last products are under way.
-                read_end();
-                next_work = take();
+                next_work = take();  // while the last products are under way
                 put_token_scales();
                 cute::warpgroup_wait<0>();
                 release_multiplied();
@@ -309,7 +302,10 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
                 if constexpr (kCarries)
                     if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
-            if constexpr (kPromotes) next_work = take();
+            if constexpr (kPromotes) {
+                next_work = take();
+                if constexpr (!Traits::kScaled) put_token_scales();
+            }
             if (lacks_tokens) continue;
             // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
@@ -531,8 +527,11 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
     }
     // Those of two tokens in each of two times eight.
     __device__ float4 scales_of(int token) const {
-        if constexpr (Traits::kScaled) return {};
-        else return reinterpret_cast<const float4&>(shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
+        if constexpr (Traits::kScaled)
+            return {};
+        else
+            return reinterpret_cast<const float4&>(
+                shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
     }
     __device__ float scaled(float sum, float of_token, float of_feature) const {
         return Traits::kScaled ? sum : __fmul_rn(__fmul_rn(sum, of_token), of_feature);
@@ -544,8 +543,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
             const float4 of_tokens = scales_of(2 * i);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float of_token = j / 4 == 0 ? j % 2 == 0 ? of_tokens.x : of_tokens.y
-                                                  : j % 2 == 0 ? of_tokens.z : of_tokens.w;
+                const float of_token = j / 4 == 0   ? j % 2 == 0 ? of_tokens.x : of_tokens.y
+                                       : j % 2 == 0 ? of_tokens.z
+                                                    : of_tokens.w;
 #pragma unroll
                 for (int half = 0; half < Traits::kFeatureHalves; ++half) {
                     auto& floats = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
