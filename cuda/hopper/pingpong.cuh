@@ -20,16 +20,6 @@
 
 namespace ts::sm90 {
 
-// Products of 64 x kTokens.
-template <class Math, int kTokens>
-struct TurnAtom {
-    using type = typename Math::template ByteAtom<kTokens>;
-};
-template <class Result>
-struct TurnAtom<Int8<Result>, 192> {
-    using type = cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN;
-};
-
 // `kRows`: of a block. Each CTA of a cluster loads half of them for both.
 template <class Math, int kRows, int kTokens>
 struct HalvedWeight : ByteWeight<Math> {
@@ -110,7 +100,8 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens>, 2, 1, kTokens, kGroup
         Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
         Schedule schedule;
-        std::conditional_t<Base::kScaled, Factors, EndScales> factors;
+        [[no_unique_address]] std::conditional_t<
+            Weight::kPlain, EndScales, std::conditional_t<Base::kScaled, Factors, NoScales>> factors;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
@@ -168,6 +159,58 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kGrouped>> {
 
     // One warp for each ring: both operands, in boxes of one block, and zeros where a step lacks its second.
     __device__ void load_weight(int ring) const {
+        if constexpr (Weight::kPlain) return load_ahead(ring);
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        typename Ring<Traits::kStages>::Position position;
+        const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
+        const int steps_read = kWarpSize / pieces;
+        for (int turn = 0;; turn ^= 1) {
+            const typename Traits::Work work = shared.schedule.pop(next, lane);
+            if (work.tile < 0) return;
+            if (ring != (Traits::kRings == 2 ? turn : 0)) continue;
+            const int token = Traits::first_token(work, rank), end = work.step + work.steps;
+            const bool lacks_tokens = Traits::lacks_tokens(work, rank);
+            const auto read = [&](int first) -> int2 {
+                const int at = first * pieces + lane;
+                return at < end * pieces ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)} : int2{};
+            };
+            int2 next_steps = read(work.step);
+            for (int first = work.step; first < end; first += steps_read) {
+                const auto [k, slot] = next_steps;
+                next_steps = read(first + steps_read);
+                const int from = k < 0 ? arguments.k_size : k;
+                const auto [x, y] =
+                    Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
+                for (int i = 0; i < min(steps_read, end - first); ++i) {
+                    shared.weight_ring[ring].wait_empty(position);
+                    const Barrier& full = shared.weight_ring[ring].full[position.stage];
+                    char* const input = shared.input[ring][position.stage];
+                    char* const weight = shared.weight[ring][position.stage][0];
+                    if (elected)
+                        full.arrive_and_expect_tx((lacks_tokens ? 0 : Traits::kInputBytes) +
+                                                  Traits::kFeatureHalves * Weight::kStageBytes);
+                    for (int piece = 0; piece < pieces; ++piece) {
+                        const int in = i * pieces + piece, column = __shfl_sync(~0u, from, in);
+                        const int2 corner{__shfl_sync(~0u, x, in), __shfl_sync(~0u, y, in)};
+                        if (elected) {
+                            if (!lacks_tokens)
+                                load_box(&arguments.input, full, Multicast{1},
+                                         input + piece * width * Traits::kTokenBytes, column, token);
+                            Weight::load(arguments, full, Multicast{Traits::kAllRanks}, weight,
+                                         (piece * Weight::kFeatures + rank * kRows / 2) * width, corner);
+                        }
+                    }
+                    __syncwarp();
+                    position.advance();
+                }
+            }
+        }
+    }
+
+  private:
+    // The same of one ring: the next tile is taken, and what the plan says of it asked for, while a stage of
+    // the one before is waited for.
+    __device__ void load_ahead(int ring) const {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kStages>::Position position;
         const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
@@ -230,7 +273,6 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kGrouped>> {
         }
     }
 
-  private:
     static constexpr int kWarpSize = 32;
 };
 
@@ -241,7 +283,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
     using Half = typename Traits::Accumulator[Traits::kSums];
     using Sums = Half[Traits::kFeatureHalves];
     using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
-    using Atom = typename TurnAtom<Math, kTokens>::type;
+    using Atom = typename Math::template ByteAtom<Traits::kTileTokens>;
     using Position = typename Ring<Traits::kStages>::Position;
     static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
 
@@ -267,22 +309,16 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
         clear(sums);  // else they have registers from the beginning on, where there are fewer
         uint32_t residual_parity = 0;
         if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
-        // Those of the other warpgroup are between.
-        const auto take = [&] {
-            Work work = shared_.schedule.pop(next, lane_);
-            if (work.tile < 0) return work;
-            if constexpr (!kPromotes) skip(work.steps);
-            return shared_.schedule.pop(next, lane_);
-        };
-        Work next_work = warpgroup_ == 0 ? shared_.schedule.pop(next, lane_) : take();
-        while (next_work.tile >= 0) {
-            const Work work = next_work;
-            const int row = __ldg(plan_.rows + work.tile);
-            [[maybe_unused]] FeatureScales scales;
-            if constexpr (!Traits::kScaled) {
-                read_token_scales(work);
-                scales = read_feature_scales(row);
+        for (int turn = 0;; turn ^= 1) {
+            const Work work = shared_.schedule.pop(next, lane_);
+            if (work.tile < 0) break;
+            if (turn != warpgroup_) {
+                if constexpr (!kPromotes) skip(work.steps);
+                continue;
             }
+            [[maybe_unused]] EndScales scales;
+            if constexpr (!Traits::kScaled) scales = read_end_scales(work);
+            const int row = __ldg(plan_.rows + work.tile);
             if constexpr (kPromotes)
                 clear(sums);
             else
@@ -294,40 +330,38 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
                 multiply(sums, work, first, min(kWarpSize, work.steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
-                next_work = take();  // while the last products are under way
-                put_token_scales();
                 cute::warpgroup_wait<0>();
                 release_multiplied();
                 if (work.steps == 0) clear(sums);
                 if constexpr (kCarries)
                     if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
-            if constexpr (kPromotes) {
-                next_work = take();
-                if constexpr (!Traits::kScaled) put_token_scales();
-            }
             if (lacks_tokens) continue;
+            if constexpr (!Traits::kScaled) scale(sums, scales);
             // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
             asm volatile("" : "+r"(thread));
-            if (Traits::Weight::kPlain || Epilogue::is_plain(arguments_)) {
-                store_plain<0>(sums, scales, row, work, thread);
-            } else if constexpr (!Traits::Weight::kPlain) {
-                if constexpr (!Traits::kScaled) {
-                    sync();
-                    scale(sums, scales);
-                }
+            const auto store = [&](auto plain) {
                 each_half([&](int half) {
                     const int place = Traits::kFeatureHalves * warpgroup_ + half;
                     Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place,
                                       thread, residual_parity);
                     epilogue.prepare_row(row);
                     if constexpr (kGrouped) epilogue.set_group(work);
-                    epilogue.read_bias();
-                    epilogue.begin(Traits::first_token(work, rank_));
-                    epilogue.store(sums[half]);
+                    if constexpr (plain()) {
+                        epilogue.store_plain(sums[half], Traits::first_token(work, rank_));
+                    } else {
+                        epilogue.read_bias();
+                        epilogue.begin(Traits::first_token(work, rank_));
+                        epilogue.store(sums[half]);
+                    }
                 });
-            }
+            };
+            // In blocks of 64 both would need more registers than there are.
+            if (Traits::kFeatureHalves == 2 && Epilogue::is_plain(arguments_))
+                store(std::bool_constant<Traits::kFeatureHalves == 2>{});
+            else
+                store(std::false_type{});
             residual_parity = ~residual_parity;
         }
         cute::tma_store_wait<0>();
@@ -493,12 +527,190 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
         if (thread < Traits::kRanks) shared_.weight_ring[ring_].empty[stage].arrive(thread);
     }
 
+    // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
+    // thread's features in each half.
+    struct EndScales {
+        float tokens[Traits::kTileTokens / kWarpSize];
+        float2 features[Traits::kFeatureHalves];
+    };
+    __device__ EndScales read_end_scales(const Work& work) const {
+        EndScales scales;
+#pragma unroll
+        for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i) {
+            const int token = Traits::first_token(work, rank_) + kWarpSize * i + lane_;
+            scales.tokens[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+        }
+        const int row = __ldg(plan_.rows + work.tile);
+        const float* const first =
+            arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+            const float* const of = first + half * Traits::kWarpgroupFeatures;
+            scales.features[half] = {__ldg(of), __ldg(of + 8)};
+        }
+        return scales;
+    }
+    // See DdsEpilogue for where the sums of a thread are.
+    __device__ void scale(Sums& sums, const EndScales& scales) const {
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; i += 4) {
+            const int token = 2 * i, lane = token % kWarpSize + lane_ % 4 * 2;
+            const float of_first = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane);
+            const float of_second = __shfl_sync(~0u, scales.tokens[token / kWarpSize], lane + 1);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float of_token = j % 2 == 0 ? of_first : of_second;
+#pragma unroll
+                for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+                    auto& scaled = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
+                    const float2 features = scales.features[half];
+                    const float of_feature = j / 2 == 0 ? features.x : features.y;
+                    scaled[i + j] =
+                        __fmul_rn(__fmul_rn(static_cast<float>(sums[half][i + j]), of_token), of_feature);
+                }
+            }
+        }
+    }
+
+    const DdsArguments& arguments_;
+    typename Traits::Shared& shared_;
+    const DdsPlan& plan_;
+    int rank_;
+    int warpgroup_;
+    int ring_;
+    int lane_;
+    Position position_;
+    int multiplied_ = -1;  // stage of the products under way
+    bool carries_ = false;
+    CarryTimes carry_times_;
+    [[no_unique_address]] std::conditional_t<kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
+        carried_[Traits::kFeatureHalves];
+    mutable int token_ = 0;
+};
+
+// Results that are what the sums are, row-major, of int8: the sums of a thread leave registers for little
+// else. So the scales of tokens lie in shared memory, and each 64 tokens are scaled, rounded and stored at a
+// time.
+template <class Math, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, 128, 192, false>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math, 128, 192, false>;
+    using Work = typename Traits::Work;
+    using Half = typename Traits::Accumulator[Traits::kSums];
+    using Sums = Half[Traits::kFeatureHalves];
+    using Atom = cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN;
+    using Position = typename Ring<Traits::kStages>::Position;
+
+  public:
+    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
+                           const DdsPlan& plan, int rank, int warpgroup)
+        : arguments_(arguments),
+          shared_(shared),
+          plan_(plan),
+          rank_(rank),
+          warpgroup_(warpgroup),
+          lane_(threadIdx.x % kWarpSize) {}
+
+    __device__ void run() {
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        Sums sums;
+        clear(sums);  // else they have registers from the beginning on, where there are fewer
+        if (warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
+        // Those of the other warpgroup are between.
+        const auto take = [&] {
+            Work work = shared_.schedule.pop(next, lane_);
+            if (work.tile < 0) return work;
+            skip(work.steps);
+            return shared_.schedule.pop(next, lane_);
+        };
+        Work next_work = warpgroup_ == 0 ? shared_.schedule.pop(next, lane_) : take();
+        while (next_work.tile >= 0) {
+            const Work work = next_work;
+            cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
+            for (int first = 0; first < work.steps; first += kWarpSize)
+                multiply(sums, first, min(kWarpSize, work.steps - first));
+            cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
+            // While the last products are under way.
+            const int row = __ldg(plan_.rows + work.tile);
+            float of_tokens[kOwnTokens];
+            read_token_scales(of_tokens, work);
+            const FeatureScales scales = read_feature_scales(row);
+            next_work = take();
+            put_token_scales(of_tokens);
+            cute::warpgroup_wait<0>();
+            release_multiplied();
+            if (work.steps == 0) clear(sums);
+            // The compiler cannot see it, and computes nothing of it before the loop, in registers.
+            int thread = threadIdx.x % 128;
+            asm volatile("" : "+r"(thread));
+            store<0>(sums, scales, row, Traits::first_token(work, rank_), thread);
+        }
+        cute::tma_store_wait<0>();
+    }
+
+  private:
+    static constexpr int kWarpSize = 32;
+    static constexpr int kTurns = 5;  // as of other tiles
+    static constexpr int kOwnTokens = (Traits::kTileTokens + 127) / 128;
+
+    template <class Visit>
+    __device__ static void each_half(Visit visit) {
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) visit(half);
+    }
+
+    // Steps of the other warpgroup.
+    __device__ void skip(int steps) {
+        const int stage = position_.stage + steps;
+        position_.stage = stage % Traits::kStages;
+        position_.parity ^= stage / Traits::kStages & 1;
+    }
+
+    __device__ static void clear(Sums& sums) {
+        asm volatile("");  // see DdsConsumer
+        each_half([&](int half) {
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] = 0;
+        });
+    }
+
+    __device__ void multiply(Sums& sums, int first, int count) {
+        for (int step = 0; step < count; ++step) {
+            shared_.weight_ring[0].wait_full(position_);
+            keep(sums, first + step > 0);
+            position_.advance();
+        }
+    }
+    __device__ void keep(Sums& sums, bool add) {
+        cute::warpgroup_arrive();
+        each_half([&](int half) {
+            const uint32_t tokens = operand_address(shared_.input[0][position_.stage]);
+            const uint32_t weight = operand_address(shared_.weight[0][position_.stage][half]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                wgmma<Atom>(sums[half], arguments_.weight.at(weight, i), arguments_.tokens_by_k.at(tokens, i),
+                            add || i > 0);
+        });
+        cute::warpgroup_commit_batch();
+        if (multiplied_ >= 0) {
+            cute::warpgroup_wait<1>();
+            release(multiplied_);
+        }
+        multiplied_ = position_.stage;
+    }
+    __device__ void release_multiplied() {
+        if (multiplied_ >= 0) release(multiplied_);
+        multiplied_ = -1;
+    }
+    __device__ void release(int stage) const {
+        const int thread = threadIdx.x % 128;
+        if (thread < Traits::kRanks) shared_.weight_ring[0].empty[stage].arrive(thread);
+    }
+
     // Scales outside of the sums. Those of the thread's features in each half are kept; those of tokens go to
     // shared memory, where they are when the threads have been waited for.
     struct FeatureScales {
         float2 of[Traits::kFeatureHalves];
     };
-    static constexpr int kOwnTokens = (Traits::kTileTokens + 127) / 128;
     __device__ FeatureScales read_feature_scales(int row) const {
         FeatureScales scales;
         const float* const first =
@@ -510,90 +722,53 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
         }
         return scales;
     }
-    __device__ void read_token_scales(const Work& work) {
+    __device__ void read_token_scales(float (&scales)[kOwnTokens], const Work& work) const {
 #pragma unroll
         for (int i = 0; i < kOwnTokens; ++i) {
             const int token = Traits::first_token(work, rank_) + threadIdx.x % 128 + 128 * i;
-            token_scales_[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+            scales[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
         }
     }
-    __device__ void put_token_scales() const {
+    __device__ void put_token_scales(const float (&scales)[kOwnTokens]) const {
 #pragma unroll
         for (int i = 0; i < kOwnTokens; ++i) {
             const int token = threadIdx.x % 128 + 128 * i;
-            if (Traits::kTileTokens % 128 == 0 || token < Traits::kTileTokens)
-                shared_.factors.of_token(warpgroup_, token) = token_scales_[i];
+            if (token < Traits::kTileTokens) shared_.factors.of_token(warpgroup_, token) = scales[i];
         }
     }
     // Those of two tokens in each of two times eight.
     __device__ float4 scales_of(int token) const {
-        if constexpr (Traits::kScaled)
-            return {};
-        else
-            return reinterpret_cast<const float4&>(
-                shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
+        return reinterpret_cast<const float4&>(shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
     }
     __device__ float scaled(float sum, float of_token, float of_feature) const {
-        return Traits::kScaled ? sum : __fmul_rn(__fmul_rn(sum, of_token), of_feature);
+        return __fmul_rn(__fmul_rn(sum, of_token), of_feature);
     }
-    // See DdsEpilogue for where the sums of a thread are.
-    __device__ void scale(Sums& sums, const FeatureScales& scales) const {
-#pragma unroll
-        for (int i = 0; i < Traits::kSums; i += 8) {
-            const float4 of_tokens = scales_of(2 * i);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float of_token = j / 4 == 0   ? j % 2 == 0 ? of_tokens.x : of_tokens.y
-                                       : j % 2 == 0 ? of_tokens.z
-                                                    : of_tokens.w;
-#pragma unroll
-                for (int half = 0; half < Traits::kFeatureHalves; ++half) {
-                    auto& floats = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
-                    const float2 features = scales.of[half];
-                    floats[i + j] = scaled(static_cast<float>(sums[half][i + j]), of_token,
-                                           j / 2 % 2 == 0 ? features.x : features.y);
-                }
-            }
-        }
-    }
-
     __device__ void sync() const {
         cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
     }
 
-    // Results that are what the sums are, row-major. All tokens of a chunk are stored at a time; chunks take
-    // the buffers in turn. See HalfStaging for the places.
+    // Stores all features of a chunk of tokens, and the next chunks. They take two sets of buffers in turn.
+    // See HalfStaging for the places.
     template <int kChunk>
-    __device__ void store_plain(const Sums& sums, const FeatureScales& scales, int row, const Work& work,
-                                int thread) const {
+    __device__ void store(const Sums& sums, const FeatureScales& scales, int row, int first_token,
+                          int thread) const {
         constexpr int kHalves = Traits::kFeatureHalves, kChunkTokens = Traits::kChunkTokens;
         constexpr int kSets = Traits::kChunks / kHalves, kSet = kChunk % kSets;
-        // Where a set of buffers is all that there is, it is waited for with the results at hand.
-        constexpr bool kAhead = kSets == 1;
         const int warp = thread / kWarpSize, lane = thread % kWarpSize;
-        const auto wait_for_buffers = [&] {
+        if constexpr (kChunk == 0) {
             if (lane == 0) cute::tma_store_wait<0>();
             sync();
-        };
-        uint32_t words[kChunkTokens / 16][kHalves][4];
-        const auto round = [&](int i) {
-            round_tokens(words[i], sums, scales, kChunk * kChunkTokens + 16 * i);
-        };
-        if constexpr (kChunk == 0) wait_for_buffers();
-        if constexpr (kAhead) {
-#pragma unroll
-            for (int i = 0; i < kChunkTokens / 16; ++i) round(i);
-            if constexpr (kChunk > 0) wait_for_buffers();
         }
         const uint32_t place =
             swizzled((lane / 16 * 8 + lane % 8) * kLine + (16 * warp + lane / 8 % 2 * 8) * 2, kLine);
         auto& buffers = shared_.output[warpgroup_];
 #pragma unroll
         for (int i = 0; i < kChunkTokens / 16; ++i) {
-            if constexpr (!kAhead) round(i);
+            uint32_t words[kHalves][4];
+            round_tokens(words, sums, scales, kChunk * kChunkTokens + 16 * i);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) {
-                const auto& four = words[i][half];
+                const auto& four = words[half];
                 char* const to = buffers[kSet * kHalves + half] + place + 16 * i * kLine;
                 cute::SM90_U16x8_STSM_T::copy(four[0], four[1], four[2], four[3],
                                               *reinterpret_cast<cute::uint128_t*>(to));
@@ -601,23 +776,18 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
         }
         cutlass::arch::fence_view_async_shared();
         // The next chunk's buffers are those of one before.
-        if constexpr (!kAhead && kChunk + 1 >= kSets && kChunk + 1 < Traits::kAllChunks)
+        if constexpr (kChunk + 1 >= kSets && kChunk + 1 < Traits::kAllChunks)
             if (lane == 0) cute::tma_store_wait<0>();
         sync();
         const int half = warp - kSet * kHalves;
         if (lane == 0 && half >= 0 && half < kHalves) {
-            const int token = Traits::first_token(work, rank_) + kChunk * kChunkTokens;
-            const int feature = row * kRows + half * Traits::kWarpgroupFeatures;
-            if constexpr (!kGrouped)
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], feature, token);
-            else if (token < work.end)
-                store_range_box(&arguments_.output, buffers[warp],
-                                feature - work.group * arguments_.group_rows * kRows, token,
-                                min(work.end - token, kChunkTokens));
+            const int token = first_token + kChunk * kChunkTokens;
+            const int feature = row * Traits::kTileFeatures + half * Traits::kWarpgroupFeatures;
+            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], feature, token);
             cute::tma_store_arrive();
         }
         if constexpr (kChunk + 1 < Traits::kAllChunks)
-            store_plain<kChunk + 1>(sums, scales, row, work, thread);
+            store<kChunk + 1>(sums, scales, row, first_token, thread);
     }
 
     // Scales and rounds 16 tokens: of each half the words of four matrices.
@@ -641,16 +811,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kGrouped>, kRowMajorInput
     const DdsPlan& plan_;
     int rank_;
     int warpgroup_;
-    int ring_;
     int lane_;
     Position position_;
     int multiplied_ = -1;  // stage of the products under way
-    bool carries_ = false;
-    CarryTimes carry_times_;
-    [[no_unique_address]] std::conditional_t<kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
-        carried_[Traits::kFeatureHalves];
-    mutable int token_ = 0;
-    float token_scales_[kOwnTokens];
 };
 
 template <class Math, int kRows, int kTokens, bool kGrouped = false>
