@@ -5,6 +5,7 @@
 // while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
 // features at a time. No block rows are united: a step has 128 bytes of k of one, two blocks of 64 x 64 in
 // 8 bits.
+// Tiles of 192 tokens x 128 features, which load less, are for int8 and plain results.
 // Cluster of 2: different tokens, which share the weight by multicast.
 // Warps: 1 or 2 load, 1 schedules, 8 multiply and store; 1 reads ahead all of a tile but its operands.
 // CTAs are persistent.
@@ -23,12 +24,17 @@
 namespace ts::sm90 {
 
 // `kRows`: of a block. Each CTA of a cluster loads half of them for both.
-template <class Math, int kRows, Op kOp>
+template <class Math, int kRows, int kTokens, Op kOp>
 struct HalvedWeight : GroupedWeight<kOp, Math> {
     using Base = GroupedWeight<kOp, Math>;
     static constexpr bool kAlongK = true;
+    // Sums of 192 x 128 leave no registers for more than scaling and rounding.
+    static constexpr bool kPlain = kTokens == 192;
 
     static const char* refuses(const Problem& problem) {
+        if (kPlain && (problem.bias != nullptr || problem.activation != Activation::none ||
+                       problem.residual.data != nullptr || problem.output().layout != Layout::row_major))
+            return "its results are row-major sums without bias, activation, residual or gate";
         if (problem.row_block() != kRows || problem.k_block() < kRows)
             return kRows == 128 ? "its blocks have 128 rows and 128 columns at least"
                                 : "its blocks have 64 rows and 64 columns at least";
@@ -49,14 +55,14 @@ struct HalvedWeight : GroupedWeight<kOp, Math> {
     }
 };
 
-template <class Math, int kRows, Op kOp, int kTokens, bool kGrouped_>
-struct DdsTraits<Math, HalvedWeight<Math, kRows, kOp>, 2, 1, kTokens, kGrouped_>
+template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped_>
+struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, kGrouped_>
     : DdsTraits<Math, GroupedWeight<kOp, Math>, 2, 1, kTokens, kGrouped_> {
     using Base = DdsTraits<Math, GroupedWeight<kOp, Math>, 2, 1, kTokens, kGrouped_>;
-    using Weight = HalvedWeight<Math, kRows, kOp>;
+    using Weight = HalvedWeight<Math, kRows, kTokens, kOp>;
     static constexpr int kTileFeatures = kRows;
     static constexpr int kFeatureHalves = kRows / Weight::kFeatures;
-    static constexpr int kChunks = Base::kAllChunks;
+    static constexpr int kChunks = Weight::kPlain ? 4 : Base::kAllChunks;
     static constexpr bool kScales = is_quantized(Math::kInput) && !Base::kScaled;  // outside of the sums
     // Sums of 64 x 128 leave room for those of a step.
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
@@ -64,7 +70,9 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kOp>, 2, 1, kTokens, kGrouped_>
     static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
     // Of 16 bits: buffers for the results of a whole tile.
     static constexpr int kResultHalves = is_quantized(Math::kInput) ? 1 : kFeatureHalves;
-    static constexpr int kStages = kFeatureHalves == 1 ? 4 : kResultHalves == 2 ? 5 : 6 / kRings;
+    static constexpr int kStages =
+        (kStagedBytes - Base::kWarpgroups * kResultHalves * kChunks * Base::kChunkBytes) /
+        (Base::kInputBytes + kFeatureHalves * Weight::kStageBytes) / kRings;
     static constexpr bool kSplits = false;
     static constexpr bool kHalves = false;
     static constexpr int kBoxTokens = Base::kTileTokens;
@@ -90,6 +98,14 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kOp>, 2, 1, kTokens, kGrouped_>
     struct Factors {
         float of[Base::kWarpgroups][2][Base::kTileTokens];
     };
+    // Scales of a warpgroup's tokens, which multiply sums: every fourth lane has the same two of each eight.
+    struct EndScales {
+        alignas(16) float of[Base::kWarpgroups][4][Base::kTileTokens / 4 + 4];  // without conflicts of banks
+
+        __device__ float& of_token(int warpgroup, int token) {
+            return of[warpgroup][token / 2 % 4][token / 8 * 2 + token % 2];
+        }
+    };
     struct Shared {
         alignas(1024) char input[kRings][kStages][Base::kInputBytes];
         alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
@@ -98,13 +114,14 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kOp>, 2, 1, kTokens, kGrouped_>
         Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
         Schedule schedule;
-        [[no_unique_address]] std::conditional_t<Base::kScaled, Factors, NoScales> factors;
+        [[no_unique_address]] std::conditional_t<
+            Weight::kPlain, EndScales, std::conditional_t<Base::kScaled, Factors, NoScales>> factors;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
 };
-template <class Math, int kRows, Op kOp, bool kGrouped>
-using PingPongTraits = DdsTraits<Math, HalvedWeight<Math, kRows, kOp>, 2, 1, 128 * 128 / kRows, kGrouped>;
+template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped>
+using PingPongTraits = DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, kGrouped>;
 
 // The products of 64 features: 8 bits are read along k alone.
 template <class Math, Op kOp, int kTokens, bool kBytes = is_quantized(Math::kInput)>
@@ -127,9 +144,9 @@ struct ScaledTraits : Traits {
     static constexpr bool kScaled = true;
 };
 
-template <class Math, int kRows, Op kOp, bool kGrouped>
-struct DdsProducer<PingPongTraits<Math, kRows, kOp, kGrouped>> {
-    using Traits = PingPongTraits<Math, kRows, kOp, kGrouped>;
+template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped>
+struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
+    using Traits = PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>;
     using Weight = typename Traits::Weight;
 
     const DdsArguments& arguments;
@@ -167,6 +184,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kOp, kGrouped>> {
 
     // One warp for each ring: both operands, in boxes of one block, and zeros where a step lacks its second.
     __device__ void load_weight(int ring) const {
+        if constexpr (Weight::kPlain) return load_ahead(ring);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kStages>::Position position;
         const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
@@ -218,12 +236,78 @@ struct DdsProducer<PingPongTraits<Math, kRows, kOp, kGrouped>> {
     }
 
   private:
+    // The same of one ring: the next tile is taken, and what the plan says of it asked for, while a stage of
+    // the one before is waited for.
+    __device__ void load_ahead(int ring) const {
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        typename Ring<Traits::kStages>::Position position;
+        const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
+        const int steps_read = kWarpSize / pieces;
+        const auto read = [&](int first, int end) -> int2 {
+            const int at = first * pieces + lane;
+            return at < end * pieces ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)} : int2{};
+        };
+        const auto take = [&](bool other) {
+            typename Traits::Work work = shared.schedule.pop(next, lane);
+            if (other && work.tile >= 0) work = shared.schedule.pop(next, lane);
+            return work;
+        };
+        if (ring >= Traits::kRings) {
+            while (take(false).tile >= 0) continue;
+            return;
+        }
+        typename Traits::Work next_work = take(ring > 0);
+        int2 next_steps = read(next_work.step, next_work.step + next_work.steps);
+        while (next_work.tile >= 0) {
+            const typename Traits::Work work = next_work;
+            const int token = Traits::first_token(work, rank), end = work.step + work.steps;
+            const bool lacks_tokens = Traits::lacks_tokens(work, rank);
+            const auto take_next = [&] {
+                next_work = take(Traits::kRings == 2);
+                next_steps = read(next_work.step, next_work.step + next_work.steps);
+            };
+            if (work.steps == 0) take_next();
+            for (int first = work.step; first < end; first += steps_read) {
+                const auto [k, slot] = next_steps;
+                next_steps = read(first + steps_read, end);
+                const int from = k < 0 ? arguments.k_size : k;
+                const auto [x, y] =
+                    Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
+                for (int i = 0; i < min(steps_read, end - first); ++i) {
+                    // While a stage is waited for, anyway.
+                    if (first + i == end - 1) take_next();
+                    shared.weight_ring[ring].wait_empty(position);
+                    const Barrier& full = shared.weight_ring[ring].full[position.stage];
+                    char* const input = shared.input[ring][position.stage];
+                    char* const weight = shared.weight[ring][position.stage][0];
+                    if (elected)
+                        full.arrive_and_expect_tx((lacks_tokens ? 0 : Traits::kInputBytes) +
+                                                  Traits::kFeatureHalves * Weight::kStageBytes);
+                    for (int piece = 0; piece < pieces; ++piece) {
+                        const int in = i * pieces + piece, column = __shfl_sync(~0u, from, in);
+                        const int2 corner{__shfl_sync(~0u, x, in), __shfl_sync(~0u, y, in)};
+                        if (elected) {
+                            if (!lacks_tokens)
+                                load_box(&arguments.input, full, Multicast{1},
+                                         input + piece * width * Traits::kTokenBytes, column, token);
+                            Weight::load(arguments, full, Multicast{Traits::kAllRanks}, weight,
+                                         (piece * Weight::kFeatures + rank * kRows / 2) * width, corner);
+                        }
+                    }
+                    __syncwarp();
+                    position.advance();
+                }
+            }
+        }
+        shared.weight_ring[ring].wait_all_empty(position);
+    }
+
     static constexpr int kWarpSize = 32;
 };
 
-template <class Math, int kRows, Op kOp, bool kGrouped, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math, kRows, kOp, kGrouped>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math, kRows, kOp, kGrouped>;
+template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>;
     using Work = typename Traits::Work;
     using Half = typename Traits::Accumulator[Traits::kSums];
     using Sums = Half[Traits::kFeatureHalves];
@@ -614,9 +698,236 @@ class DdsConsumer<PingPongTraits<Math, kRows, kOp, kGrouped>, kRowMajorInput> {
     mutable int token_ = 0;
 };
 
-template <Op kOp, class Math, int kRows, bool kGrouped = false>
-struct PingPong : Dds<kOp, Math, 2, 1, PingPongTraits<Math, kRows, kOp, kGrouped>::kTileTokens,
-                      HalvedWeight<Math, kRows, kOp>, kGrouped> {
+// Results that are what the sums are, row-major, of int8: the sums of a thread leave registers for little
+// else. So the scales of tokens lie in shared memory, and each 64 tokens are scaled, rounded and stored at a
+// time.
+template <class Math, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorInput> {
+    using Traits = PingPongTraits<Math, 128, 192, Op::dds_nt, false>;
+    using Work = typename Traits::Work;
+    using Half = typename Traits::Accumulator[Traits::kSums];
+    using Sums = Half[Traits::kFeatureHalves];
+    using Atom = cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN;
+    using Position = typename Ring<Traits::kStages>::Position;
+
+  public:
+    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
+                           const DdsPlan& plan, int rank, int warpgroup)
+        : arguments_(arguments),
+          shared_(shared),
+          plan_(plan),
+          rank_(rank),
+          warpgroup_(warpgroup),
+          lane_(threadIdx.x % kWarpSize) {}
+
+    __device__ void run() {
+        typename Ring<Traits::Schedule::kQueue>::Position next;
+        Sums sums;
+        clear(sums);  // else they have registers from the beginning on, where there are fewer
+        if (warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
+        // Those of the other warpgroup are between.
+        const auto take = [&] {
+            Work work = shared_.schedule.pop(next, lane_);
+            if (work.tile < 0) return work;
+            skip(work.steps);
+            return shared_.schedule.pop(next, lane_);
+        };
+        Work next_work = warpgroup_ == 0 ? shared_.schedule.pop(next, lane_) : take();
+        while (next_work.tile >= 0) {
+            const Work work = next_work;
+            cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
+            for (int first = 0; first < work.steps; first += kWarpSize)
+                multiply(sums, first, min(kWarpSize, work.steps - first));
+            cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
+            // While the last products are under way.
+            const int row = __ldg(plan_.rows + work.tile);
+            float of_tokens[kOwnTokens];
+            read_token_scales(of_tokens, work);
+            const FeatureScales scales = read_feature_scales(row);
+            next_work = take();
+            put_token_scales(of_tokens);
+            cute::warpgroup_wait<0>();
+            release_multiplied();
+            if (work.steps == 0) clear(sums);
+            // The compiler cannot see it, and computes nothing of it before the loop, in registers.
+            int thread = threadIdx.x % 128;
+            asm volatile("" : "+r"(thread));
+            store<0>(sums, scales, row, Traits::first_token(work, rank_), thread);
+        }
+        cute::tma_store_wait<0>();
+    }
+
+  private:
+    static constexpr int kWarpSize = 32;
+    static constexpr int kTurns = 5;  // as of other tiles
+    static constexpr int kOwnTokens = (Traits::kTileTokens + 127) / 128;
+
+    template <class Visit>
+    __device__ static void each_half(Visit visit) {
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) visit(half);
+    }
+
+    // Steps of the other warpgroup.
+    __device__ void skip(int steps) {
+        const int stage = position_.stage + steps;
+        position_.stage = stage % Traits::kStages;
+        position_.parity ^= stage / Traits::kStages & 1;
+    }
+
+    __device__ static void clear(Sums& sums) {
+        asm volatile("");  // see DdsConsumer
+        each_half([&](int half) {
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] = 0;
+        });
+    }
+
+    __device__ void multiply(Sums& sums, int first, int count) {
+        for (int step = 0; step < count; ++step) {
+            shared_.weight_ring[0].wait_full(position_);
+            keep(sums, first + step > 0);
+            position_.advance();
+        }
+    }
+    __device__ void keep(Sums& sums, bool add) {
+        cute::warpgroup_arrive();
+        each_half([&](int half) {
+            const uint32_t tokens = operand_address(shared_.input[0][position_.stage]);
+            const uint32_t weight = operand_address(shared_.weight[0][position_.stage][half]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                wgmma<Atom>(sums[half], arguments_.weight.at(weight, i), arguments_.tokens_by_k.at(tokens, i),
+                            add || i > 0);
+        });
+        cute::warpgroup_commit_batch();
+        if (multiplied_ >= 0) {
+            cute::warpgroup_wait<1>();
+            release(multiplied_);
+        }
+        multiplied_ = position_.stage;
+    }
+    __device__ void release_multiplied() {
+        if (multiplied_ >= 0) release(multiplied_);
+        multiplied_ = -1;
+    }
+    __device__ void release(int stage) const {
+        const int thread = threadIdx.x % 128;
+        if (thread < Traits::kRanks) shared_.weight_ring[0].empty[stage].arrive(thread);
+    }
+
+    // Scales outside of the sums. Those of the thread's features in each half are kept; those of tokens go to
+    // shared memory, where they are when the threads have been waited for.
+    struct FeatureScales {
+        float2 of[Traits::kFeatureHalves];
+    };
+    __device__ FeatureScales read_feature_scales(int row) const {
+        FeatureScales scales;
+        const float* const first =
+            arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+            const float* const of = first + half * Traits::kWarpgroupFeatures;
+            scales.of[half] = {__ldg(of), __ldg(of + 8)};
+        }
+        return scales;
+    }
+    __device__ void read_token_scales(float (&scales)[kOwnTokens], const Work& work) const {
+#pragma unroll
+        for (int i = 0; i < kOwnTokens; ++i) {
+            const int token = Traits::first_token(work, rank_) + threadIdx.x % 128 + 128 * i;
+            scales[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+        }
+    }
+    __device__ void put_token_scales(const float (&scales)[kOwnTokens]) const {
+#pragma unroll
+        for (int i = 0; i < kOwnTokens; ++i) {
+            const int token = threadIdx.x % 128 + 128 * i;
+            if (token < Traits::kTileTokens) shared_.factors.of_token(warpgroup_, token) = scales[i];
+        }
+    }
+    // Those of two tokens in each of two times eight.
+    __device__ float4 scales_of(int token) const {
+        return reinterpret_cast<const float4&>(shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
+    }
+    __device__ float scaled(float sum, float of_token, float of_feature) const {
+        return __fmul_rn(__fmul_rn(sum, of_token), of_feature);
+    }
+    __device__ void sync() const {
+        cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
+    }
+
+    // Stores all features of a chunk of tokens, and the next chunks. They take two sets of buffers in turn.
+    // See HalfStaging for the places.
+    template <int kChunk>
+    __device__ void store(const Sums& sums, const FeatureScales& scales, int row, int first_token,
+                          int thread) const {
+        constexpr int kHalves = Traits::kFeatureHalves, kChunkTokens = Traits::kChunkTokens;
+        constexpr int kSets = Traits::kChunks / kHalves, kSet = kChunk % kSets;
+        const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+        if constexpr (kChunk == 0) {
+            if (lane == 0) cute::tma_store_wait<0>();
+            sync();
+        }
+        const uint32_t place =
+            swizzled((lane / 16 * 8 + lane % 8) * kLine + (16 * warp + lane / 8 % 2 * 8) * 2, kLine);
+        auto& buffers = shared_.output[warpgroup_][0];
+#pragma unroll
+        for (int i = 0; i < kChunkTokens / 16; ++i) {
+            uint32_t words[kHalves][4];
+            round_tokens(words, sums, scales, kChunk * kChunkTokens + 16 * i);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) {
+                const auto& four = words[half];
+                char* const to = buffers[kSet * kHalves + half] + place + 16 * i * kLine;
+                cute::SM90_U16x8_STSM_T::copy(four[0], four[1], four[2], four[3],
+                                              *reinterpret_cast<cute::uint128_t*>(to));
+            }
+        }
+        cutlass::arch::fence_view_async_shared();
+        // The next chunk's buffers are those of one before.
+        if constexpr (kChunk + 1 >= kSets && kChunk + 1 < Traits::kAllChunks)
+            if (lane == 0) cute::tma_store_wait<0>();
+        sync();
+        const int half = warp - kSet * kHalves;
+        if (lane == 0 && half >= 0 && half < kHalves) {
+            const int token = first_token + kChunk * kChunkTokens;
+            const int feature = row * Traits::kTileFeatures + half * Traits::kWarpgroupFeatures;
+            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], feature, token);
+            cute::tma_store_arrive();
+        }
+        if constexpr (kChunk + 1 < Traits::kAllChunks)
+            store<kChunk + 1>(sums, scales, row, first_token, thread);
+    }
+
+    // Scales and rounds 16 tokens: of each half the words of four matrices.
+    __device__ void round_tokens(uint32_t (&words)[Traits::kFeatureHalves][4], const Sums& sums,
+                                 const FeatureScales& scales, int token) const {
+        const float4 of_tokens = scales_of(token);
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const auto* const pair = sums[half] + token / 2 + 2 * i;
+                const float of_feature = i % 2 == 0 ? scales.of[half].x : scales.of[half].y;
+                words[half][i] = rounded<typename Traits::Result>(
+                    scaled(static_cast<float>(pair[0]), i / 2 == 0 ? of_tokens.x : of_tokens.z, of_feature),
+                    scaled(static_cast<float>(pair[1]), i / 2 == 0 ? of_tokens.y : of_tokens.w, of_feature));
+            }
+    }
+
+    const DdsArguments& arguments_;
+    typename Traits::Shared& shared_;
+    const DdsPlan& plan_;
+    int rank_;
+    int warpgroup_;
+    int lane_;
+    Position position_;
+    int multiplied_ = -1;  // stage of the products under way
+};
+
+template <Op kOp, class Math, int kRows, int kTokens, bool kGrouped = false>
+struct PingPong : Dds<kOp, Math, 2, 1, kTokens, HalvedWeight<Math, kRows, kTokens, kOp>, kGrouped> {
     static constexpr Kernel row(const char* name) {
         Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
@@ -628,8 +939,9 @@ struct PingPong : Dds<kOp, Math, 2, 1, PingPongTraits<Math, kRows, kOp, kGrouped
 
 }  // namespace ts::sm90
 
-#define TS_ROW_dds_pingpong(name, op, math, rows) TS_SM90_ROW(name, PingPong<Op::op, math, rows>)
+#define TS_ROW_dds_pingpong(name, op, math, rows, tokens) \
+    TS_SM90_ROW(name, PingPong<Op::op, math, rows, tokens>)
 
 // The same for groups of tokens; see dds_grouped.
-#define TS_ROW_dds_grouped_pingpong(name, op, math, rows) \
-    TS_SM90_ROW(name, PingPong<Op::op, math, rows, true>)
+#define TS_ROW_dds_grouped_pingpong(name, op, math, rows, tokens) \
+    TS_SM90_ROW(name, PingPong<Op::op, math, rows, tokens, true>)
