@@ -59,7 +59,7 @@ function(add_objects name code)
   set(launcher sh ${PROJECT_SOURCE_DIR}/cmake/nvcc_checked.sh ${CMAKE_CXX_COMPILER_LAUNCHER})
   set_target_properties(tilesparse_${name} PROPERTIES
     CUDA_ARCHITECTURES "${code}" CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER "${launcher}"
-    JOB_POOL_COMPILE nvcc)
+    JOB_POOL_COMPILE nvcc UNITY_BUILD OFF)
   target_link_libraries(tilesparse PRIVATE tilesparse_${name})
 endfunction()
 
