@@ -172,6 +172,8 @@ ROWS_OF_DECODE_TOKENS = [row for row in ROWS if row.max_tokens]
 ROWS_WITH_PLANS = [row for row in ROWS if row.plan]
 # Kernels that are given the expansion of values they do not read.
 ROWS_THAT_EXPAND = [row for row in ROWS if row.storage is None and row.op != SDD_TN and not row.scales_inside]
+# Kernels that compute sums alone, row-major.
+OF_PLAIN_RESULTS = {"sm90_dds_nt_int8_bf16_pingpong_384x128"}
 PLAIN_OPTIONS = {op: [each for each in options if "of_bias" not in each] for op, options in OPTIONS.items()}
 
 
@@ -195,6 +197,11 @@ def row(request: pytest.FixtureRequest, record_property: Callable[[str, object],
 
 def of(rows: list[Row]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", rows, ids=str, indirect=True)
+
+
+def options_of(row: Row) -> list[dict[str, Any]]:
+    """The options of results that a kernel computes."""
+    return [{}] if row.name in OF_PLAIN_RESULTS else OPTIONS[row.op]
 
 
 @cache
@@ -765,7 +772,7 @@ def random_pattern(
 def test_small(row: Row) -> None:
     """Each layout, and more tokens than one CTA sums up: all there is to check for a sanitizer."""
     pattern = make_pattern("random 50%", (2, 3), accepted_shapes(row)[0])
-    for (x_layout, y_layout), options in product(accepted_layouts(row), OPTIONS[row.op][-2:]):
+    for (x_layout, y_layout), options in product(accepted_layouts(row), options_of(row)[-2:]):
         check(row, Problem(pattern, 17, x_layout, y_layout, gap=CHUNK, **options))
     check(row, Problem(pattern, within(row, 600)))
 
@@ -774,7 +781,7 @@ def test_many_tiles(row: Row) -> None:
     """Several for each multiprocessor, as many for one as for another, and CTAs beyond the last token."""
     block_shape = accepted_shapes(row)[-1]
     pattern = make_pattern("random 50%", (1280 // block_shape[0], 384 // block_shape[1]), block_shape)
-    for options in OPTIONS[row.op][-2:]:
+    for options in options_of(row)[-2:]:
         check(row, Problem(pattern, within(row, 64 * 257), **options))
 
 
@@ -816,13 +823,13 @@ def test_fast_sums(row: Row) -> None:
     fast = row._replace(precision=FAST)
     for block_shape in accepted_shapes(row):
         pattern = make_pattern("random 50%", (1280 // block_shape[0], 512 // block_shape[1]), block_shape)
-        for tokens, options in product((130, 2100), OPTIONS[row.op][-2:]):
+        for tokens, options in product((130, 2100), options_of(row)[-2:]):
             check(fast, Problem(pattern, within(row, tokens), **options))
 
 
 def test_long_sums(row: Row) -> None:
     """Few tiles and many k, which some kernels cut into parts."""
-    options = cycle(OPTIONS[row.op])
+    options = cycle(options_of(row))
     for block_shape in accepted_shapes(row)[::2]:
         long = 6144 // block_shape[row.op != DDS_NN]
         grid = (long, 2) if row.op == DDS_NN else (2, long)
@@ -851,7 +858,7 @@ def test_adversarial_patterns(row: Row, name: str) -> None:
     shapes = accepted_shapes(row)
     for block_shape in draw.sample(shapes, min(3, len(shapes))):
         pattern = make_pattern(name, (7, 10), block_shape)
-        tokens, options = within(row, draw.choice((17, 130, 200))), draw.choice(OPTIONS[row.op])
+        tokens, options = within(row, draw.choice((17, 130, 200))), draw.choice(options_of(row))
         check(row, Problem(pattern, tokens, *draw.choice(accepted_layouts(row)), **options))
 
 
@@ -870,7 +877,7 @@ def test_tokens_and_block_shapes(row: Row, tokens: int) -> None:
     for block_shape in accepted_shapes(row):
         rows, cols = draw.choice([(1, 1), (1, 3), (3, 1), (3, 2)])
         pattern = random_pattern((rows * block_shape[0], cols * block_shape[1]), block_shape, 0.6)
-        gap, options = draw.choice((0, CHUNK, 5 * CHUNK)), draw.choice(OPTIONS[row.op])
+        gap, options = draw.choice((0, CHUNK, 5 * CHUNK)), draw.choice(options_of(row))
         layouts = draw.choice(accepted_layouts(row))
         check(row, Problem(pattern, within(row, tokens), *layouts, gap=gap, **options))
 
@@ -886,11 +893,19 @@ def test_layouts_and_strides(row: Row, tokens: int) -> None:
 def test_options(row: Row) -> None:
     """Bias and activation, or accumulation, for tokens and patterns with and without anything to add."""
     draw = random.Random(f"{row} options")
-    for options, tokens in product(OPTIONS[row.op], (0, 45, 1100)):
+    for options, tokens in product(options_of(row), (0, 45, 1100)):
         for name in ("empty rows and columns", "empty"):
             pattern = make_pattern(name, (3, 4), draw.choice(accepted_shapes(row)))
             layouts = draw.choice(accepted_layouts(row))
             check(row, Problem(pattern, within(row, tokens), *layouts, **options))
+
+
+@of([row for row in ROWS if row.name in OF_PLAIN_RESULTS])
+def test_other_results_are_refused(row: Row) -> None:
+    pattern = make_pattern("full", (3, 4), accepted_shapes(row)[0])
+    for options in OPTIONS[row.op][1:]:
+        with pytest.raises(AssertionError, match="without bias, activation, residual or gate"):
+            check(row, Problem(pattern, 45, **options))
 
 
 def test_more_tiles_than_multiprocessors(row: Row) -> None:
@@ -929,7 +944,7 @@ def test_expanded_values(row: Row) -> None:
         given = row._replace(storage=storage)
         for name in ("random 50%", "empty rows and columns"):
             pattern = make_pattern(name, (3, 4), draw.choice(shapes))
-            layouts, options = draw.choice(accepted_layouts(row)), draw.choice(OPTIONS[row.op])
+            layouts, options = draw.choice(accepted_layouts(row)), draw.choice(options_of(row))
             check(given, Problem(pattern, within(row, draw.choice((17, 130))), *layouts, **options))
 
 
@@ -938,7 +953,7 @@ def test_every_number_of_few_tokens(row: Row) -> None:
     draw = random.Random(f"{row} few tokens")
     for tokens in (*range(1, 66), 127, 128, 129, row.max_tokens - 1, row.max_tokens):
         pattern = make_pattern("power-law rows", (9, 12), draw.choice(accepted_shapes(row)))
-        check(row, Problem(pattern, tokens, **draw.choice(OPTIONS[row.op])))
+        check(row, Problem(pattern, tokens, **draw.choice(options_of(row))))
     problem = Problem(pattern, row.max_tokens + 1)
     with pytest.raises(UnsupportedError, match="fewer tokens"):
         make_product(row, problem, Operands(row, problem))
