@@ -9,7 +9,7 @@ near those for one weight; then all of them together by L-BFGS-B, which lessens 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -239,13 +239,20 @@ def losses(rows: Sequence[Row], estimates: Iterable[float]) -> list[Loss]:
 
 
 def left_out(
-    rows: Sequence[Row], layer_of: Callable[[int], tuple[int, int]], first: Coefficients | None = None
+    rows: Sequence[Row], group_of: Callable[[int], Hashable], first: Coefficients | None = None
 ) -> list[Loss]:
-    """Return the losses of each layer's cases, by coefficients fitted to all other layers."""
+    """Return the losses of each group's cases, by coefficients fitted to all others.
+
+    Those of no group (None) are never left out.
+    """
+    groups: dict[Hashable, set[int]] = defaultdict(set)
+    for row in rows:
+        groups[group_of(row.case)].add(row.case)
+    groups.pop(None, None)
     found: list[Loss] = []
-    for layer in sorted({layer_of(row.case) for row in rows}):
-        own = [row for row in rows if layer_of(row.case) == layer]
-        coefficients = fit([row for row in rows if layer_of(row.case) != layer], first)
+    for cases in groups.values():
+        own = [row for row in rows if row.case in cases]
+        coefficients = fit([row for row in rows if row.case not in cases], first)
         table = Table(own)
         found += losses(own, table.estimates(table.array({**(first or {}), **coefficients})))
     return found
