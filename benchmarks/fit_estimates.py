@@ -198,14 +198,19 @@ def as_now(measured: Measured, later: Mapping[str, float]) -> Measured:
     """
 
     def corrected(row: Row) -> Row:
-        family, date, time = row.parts[0][0][0], measured.dates[row.case], row.time
-        if date < READ_FROM:
-            time += later.get(family, later.get(_class(family), 0.0))
-        if date < SOONER_FROM:
-            time -= next((by for name, by in SOONER.items() if re.match(name, family)), 0.0)
-        return row._replace(time=max(time, row.time / 2))
+        return row._replace(time=time_now(row.time, row.parts[0][0][0], measured.dates[row.case], later))
 
     return measured._replace(rows=[corrected(row) for row in measured.rows])
+
+
+def time_now(time: float, family: str, date: str, later: Mapping[str, float]) -> float:
+    """Return what a time of a run of this date would be now, in microseconds."""
+    now = time
+    if date < READ_FROM:
+        now += later.get(family, later.get(_class(family), 0.0))
+    if date < SOONER_FROM:
+        now -= next((by for name, by in SOONER.items() if re.match(name, family)), 0.0)
+    return max(now, time / 2)
 
 
 def fit_all(everything: Mapping[str, Measured]) -> dict[str, Fitted]:
@@ -360,7 +365,11 @@ def _kinds(measured: Measured, found: Sequence[Loss]) -> dict[str, list[Loss]]:
 
 
 def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
-    """Yield a pair for every measured kernel that this library has, on a GPU that is known here."""
+    """Yield a pair for every measured kernel that this library has, on a GPU that is known here.
+
+    Times are what they would be now, see `as_now`.
+    """
+    later = json.loads((RESULTS / "estimates.json").read_text())["later_us"]
     for document in documents:
         gpu = gpu_of(document["environment"].get("gpu") or "")
         if gpu is None or "op" not in document["cases"][0]:
@@ -372,7 +381,10 @@ def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
                 product.use_prepacked(256, 1 << 40, 0)  # an address that nothing reads
             times = result.get("kernels_us", {result.get("kernel"): result.get("t_us")})
             for kernel in (name for name in times if name in KERNELS):
-                yield Pair(kernel, described, times[kernel], product.estimate(device, KERNELS[kernel]))
+                number, date = KERNELS[kernel], document["environment"]["date"]
+                family = product.features(device, number)[0].split("+")[0]
+                time = time_now(times[kernel], family, date, later)
+                yield Pair(kernel, described, time, product.estimate(device, number))
 
 
 def limited(device: _C.DeviceInfo, limits: str) -> _C.DeviceInfo:
