@@ -162,8 +162,8 @@ def _named() -> Iterator[Drawn]:
         yield Drawn(kind, "dds_nt", 16384, 5120, 1280, (128, 128), density, random)
     eight = ("int8 x int8", 64), ("int8 x int8", 128), ("float8 x float8", 64), ("float8 x float8", 128)
     for (kind, block), density in product((*eight, ("float8 scaled", 128)), most):
-        for layer in ((14336, 4096), (4096, 14336), (4096, 4096)):
-            yield Drawn(kind, "dds_nt", 8192, *layer, (block, block), density, random)
+        for sides in ((14336, 4096), (4096, 14336), (4096, 4096)):
+            yield Drawn(kind, "dds_nt", 8192, *sides, (block, block), density, random)
     for density, block in product(most[:2], (64, 128)):
         yield Drawn("grouped", "dds_nn", 16384, 8 * 28672, 4096, (block, block), density, random, 8)
         for kind in ("grouped", "grouped float8", "grouped int8"):
