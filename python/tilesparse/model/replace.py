@@ -200,7 +200,10 @@ def densify_(
     there = {} if twin is None else dict(twin.named_modules(remove_duplicate=False))
     patterns = parsed("layers", ".*" if layers is None else layers)
     held = references(names)
-    refusal = refusal_of(names, lambda module: reason_from_holders(module, held), exclude, filter_fn)
+    # Hooks that offload a weight hold its layer as well: _dense() says so.
+    refusal = refusal_of(
+        names, lambda one: None if _is_offloaded(one) else reason_from_holders(one, held), exclude, filter_fn
+    )
     places = {module: own for module, own in matching(patterns, names).items() if _is_whole(module)}
     for place, pattern in enumerate(patterns if layers is not None else ()):
         if not any(place in own for own in places.values()):
@@ -224,6 +227,10 @@ def _is_whole(module: nn.Module) -> bool:
     return isinstance(module, Replacement) and not isinstance(module, ExpertsLinear)
 
 
+def _is_offloaded(layer: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in layer.parameters())
+
+
 def _twin(model: Any) -> Any:
     """Return a model of Transformers as its class makes it, without weights; None for others."""
     library = sys.modules.get("transformers.modeling_utils")
@@ -237,7 +244,7 @@ def _dense(name: str, layer: Any, there: Any) -> nn.Module:
     """Return the dense layer of the kind that a model's class has there, which is None if it is not known."""
     if not name:
         raise InvalidArgumentError("model must hold the layer, got the layer itself; call its to_linear()")
-    if any(parameter.is_meta for parameter in layer.parameters()):
+    if _is_offloaded(layer):
         raise UnsupportedError(f"layer {name!r}: its weight is offloaded; load the model without")
     if name.endswith(".base_layer"):
         raise UnsupportedError(f"layer {name!r}: has an adapter; merge or remove it first")
