@@ -154,7 +154,7 @@ bool cuts_tiles(const Kernel& kernel, const Problem& problem) {
 }
 
 // Strips of features of y meet units of x; rows of tiles unite the block rows of 64 features, or of 128.
-// Where tiles are cut all work is dealt out evenly.
+// If tiles are cut, all work is dealt out evenly.
 Features sdd_features(const Kernel& kernel, const Problem& problem, const Device& device) {
     const Machine machine = machine_of(device);
     const Pattern& pattern = problem.pattern;

@@ -68,7 +68,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
     static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried && !kPromotes;
     static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
-    // Of 16 bits: buffers for the results of a whole tile.
+    // In 16 bits there are buffers for the results of a whole tile.
     static constexpr int kResultHalves = is_quantized(Math::kInput) ? 1 : kFeatureHalves;
     static constexpr int kStages =
         (kStagedBytes - Base::kWarpgroups * kResultHalves * kChunks * Base::kChunkBytes) /
@@ -207,26 +207,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
                 const auto [x, y] =
                     Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
                 for (int i = 0; i < min(steps_read, end - first); ++i) {
-                    shared.weight_ring[ring].wait_empty(position);
-                    const Barrier& full = shared.weight_ring[ring].full[position.stage];
-                    char* const input = shared.input[ring][position.stage];
-                    char* const weight = shared.weight[ring][position.stage][0];
-                    if (elected)
-                        full.arrive_and_expect_tx((lacks_tokens ? 0 : Traits::kInputBytes) +
-                                                  Traits::kFeatureHalves * Weight::kStageBytes);
-                    for (int piece = 0; piece < pieces; ++piece) {
-                        const int in = i * pieces + piece, column = __shfl_sync(~0u, from, in);
-                        const int2 corner{__shfl_sync(~0u, x, in), __shfl_sync(~0u, y, in)};
-                        if (elected) {
-                            if (!lacks_tokens)
-                                load_box(&arguments.input, full, Multicast{1},
-                                         input + piece * width * Traits::kTokenBytes, column, token);
-                            Weight::load(arguments, full, Multicast{Traits::kAllRanks}, weight,
-                                         (piece * Weight::kFeatures + rank * kRows / 2) * width *
-                                             Traits::kInputElementBytes,
-                                         corner);
-                        }
-                    }
+                    load_step(ring, position, i, int3{from, x, y}, pieces, width, token, lacks_tokens);
                     __syncwarp();
                     position.advance();
                 }
@@ -236,8 +217,34 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     }
 
   private:
-    // The same of one ring: the next tile is taken, and what the plan says of it asked for, while a stage of
-    // the one before is waited for.
+    // Waits for a stage and loads a step, the i-th of those read, to it. `at`: k of the lane's block, and its
+    // corner in values.
+    __device__ void load_step(int ring, typename Ring<Traits::kStages>::Position position, int i, int3 at,
+                              int pieces, int width, int token, bool lacks_tokens) const {
+        shared.weight_ring[ring].wait_empty(position);
+        const Barrier& full = shared.weight_ring[ring].full[position.stage];
+        char* const input = shared.input[ring][position.stage];
+        char* const weight = shared.weight[ring][position.stage][0];
+        if (elected)
+            full.arrive_and_expect_tx((lacks_tokens ? 0 : Traits::kInputBytes) +
+                                      Traits::kFeatureHalves * Weight::kStageBytes);
+        for (int piece = 0; piece < pieces; ++piece) {
+            const int in = i * pieces + piece, column = __shfl_sync(~0u, at.x, in);
+            const int2 corner{__shfl_sync(~0u, at.y, in), __shfl_sync(~0u, at.z, in)};
+            if (elected) {
+                if (!lacks_tokens)
+                    load_box(&arguments.input, full, Multicast{1},
+                             input + piece * width * Traits::kTokenBytes, column, token);
+                Weight::load(
+                    arguments, full, Multicast{Traits::kAllRanks}, weight,
+                    (piece * Weight::kFeatures + rank * kRows / 2) * width * Traits::kInputElementBytes,
+                    corner);
+            }
+        }
+    }
+
+    // load_weight() of one ring: the next tile is taken, and what the plan says of it asked for, while a
+    // stage of the one before is waited for.
     __device__ void load_ahead(int ring) const {
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kStages>::Position position;
@@ -276,24 +283,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
                 for (int i = 0; i < min(steps_read, end - first); ++i) {
                     // While a stage is waited for, anyway.
                     if (first + i == end - 1) take_next();
-                    shared.weight_ring[ring].wait_empty(position);
-                    const Barrier& full = shared.weight_ring[ring].full[position.stage];
-                    char* const input = shared.input[ring][position.stage];
-                    char* const weight = shared.weight[ring][position.stage][0];
-                    if (elected)
-                        full.arrive_and_expect_tx((lacks_tokens ? 0 : Traits::kInputBytes) +
-                                                  Traits::kFeatureHalves * Weight::kStageBytes);
-                    for (int piece = 0; piece < pieces; ++piece) {
-                        const int in = i * pieces + piece, column = __shfl_sync(~0u, from, in);
-                        const int2 corner{__shfl_sync(~0u, x, in), __shfl_sync(~0u, y, in)};
-                        if (elected) {
-                            if (!lacks_tokens)
-                                load_box(&arguments.input, full, Multicast{1},
-                                         input + piece * width * Traits::kTokenBytes, column, token);
-                            Weight::load(arguments, full, Multicast{Traits::kAllRanks}, weight,
-                                         (piece * Weight::kFeatures + rank * kRows / 2) * width, corner);
-                        }
-                    }
+                    load_step(ring, position, i, int3{from, x, y}, pieces, width, token, lacks_tokens);
                     __syncwarp();
                     position.advance();
                 }
@@ -725,7 +715,7 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
         Sums sums;
         clear(sums);  // else they have registers from the beginning on, where there are fewer
         if (warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
-        // Those of the other warpgroup are between.
+        // Tiles of the other warpgroup lie between.
         const auto take = [&] {
             Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return work;
@@ -846,7 +836,7 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
             if (token < Traits::kTileTokens) shared_.factors.of_token(warpgroup_, token) = scales[i];
         }
     }
-    // Those of two tokens in each of two times eight.
+    // The scales of two tokens in each of two times eight.
     __device__ float4 scales_of(int token) const {
         return reinterpret_cast<const float4&>(shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
     }

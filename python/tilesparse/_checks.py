@@ -208,12 +208,8 @@ def checked_device(device: object) -> torch.device:
     """Return a device that has memory, with its number, which could differ between threads."""
     try:
         found = torch.empty(0, device=device).device  # type: ignore[call-overload]
-    except (
-        AssertionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # the first of a PyTorch without that device
+    # The first is of a PyTorch without that device.
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"device must be one that PyTorch has here, got {device!r}: {error}"
         ) from error
