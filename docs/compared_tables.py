@@ -18,11 +18,10 @@ Speedups = Iterable[float | None]  # one for each density
 
 
 IN_SHORT = (  # of the README: what and how, as rows begin
-    ("H100, layers of 4096 ↔ 14336 features, blocks of 128", "bfloat16"),
-    ("H100, layers of 4096 ↔ 14336 features, blocks of 128", "int8"),
-    ("H100, layers of 4096 ↔ 14336 features, blocks of 32", "int8"),
+    ("H200, layers of 4096 ↔ 14336 features, blocks of 128", "bfloat16"),
+    ("H200, layers of 4096 ↔ 14336 features, blocks of 128", "int8"),
+    ("H200, layers of 4096 ↔ 14336 features, blocks of 32", "int8"),
     ("H200, 768 → 3072 features, blocks of 64", "int8"),
-    ("H100, a Llama 3 8B block, 8192 tokens, compiled", "int8"),
     ("H200, a Llama 3 8B block, one token after 8192", "bfloat16"),
     ("H200, 8 layers of Llama 3 8B in Transformers, 8192", "float8"),
     ("H200, 8 layers of Llama 3 8B in Transformers, 8192", "2:4 in float8"),
@@ -30,7 +29,8 @@ IN_SHORT = (  # of the README: what and how, as rows begin
     ("H200, 8 layers of Llama 3 8B in Transformers, one", "2:4 in int4"),
     ("H100, 8192 → 28672 features, one token", "bfloat16"),
     ("H100, 8192 → 28672 features, one token", "int4"),
-    ("H100, 128 experts", "bfloat16"),
+    ("H200, 128 experts", "bfloat16"),
+    ("H200, 128 experts", "float8"),
     ("H100, a Qwen3-MoE layer", "bfloat16"),
     ("two CPU cores, 4096 → 4096 features", "int8"),
     ("two CPU cores, all-MiniLM-L6-v2, 32 × 64 tokens", "int8"),
@@ -78,24 +78,20 @@ def _shown(speedup: float) -> str:
 def _products() -> Iterator[list[str]]:
     """Products on one GPU; in 8 bits, quantizing x counts for both sides."""
     large, small = "layers of 4096 ↔ 14336 features", "768 → 3072 features"
-    for gpu, label, shapes, block in (
-        ("H100", large, LARGE, 128),
-        ("H100", large, LARGE, 32),
-        ("H200", small, ("bert",), 64),
-    ):
-        measured = [_eight_bits(gpu, shapes, density, block) for density in DENSITIES]
+    for label, shapes, block in ((large, LARGE, 128), (large, LARGE, 32), (small, ("bert",), 64)):
+        measured = [_eight_bits(shapes, density, block) for density in DENSITIES]
         for name, of, added in (("bfloat16", "sparse_bf16_us", 0), ("int8", "sparse_us", 1)):
             ours = [[one[of] + added * one["quantize_us"] for one in own] for own in measured]
             dense = [[one["dense_bf16_us"] for one in own] for own in measured]
             dense_8 = [[_mean(one["dense_us"]) + one["quantize_us"] for one in own] for own in measured]
-            what = f"{gpu}, {label}, blocks of {block}, 8192 tokens"
+            what = f"H200, {label}, blocks of {block}, 8192 tokens"
             yield _line(what, name, _ratios(dense, ours), _ratios(dense_8, ours))
 
 
-def _eight_bits(gpu: str, shapes: tuple[str, ...], density: float, block: int) -> list[dict[str, Any]]:
+def _eight_bits(shapes: tuple[str, ...], density: float, block: int) -> list[dict[str, Any]]:
     return [
         case["results"][0]
-        for case in cases(f"{gpu.lower()}_eight_bits.json#products")
+        for case in cases("h200_eight_bits.json#products")
         if (case["dtype"], case["requested_density"], case["block_shape"]) == ("int8", density, [block] * 2)
         and case["shape"] in shapes
     ]
@@ -186,13 +182,13 @@ def _experts() -> Iterator[list[str]]:
     """Products of experts, beside the faster of two dense ways, and a layer of them beside Transformers'."""
     found = {
         case["density"]: one["speedup"]
-        for case in cases("h100_experts.json#products")
+        for case in cases("h200_experts.json#products")
         if (case["name"], case["block_shape"], case["routing"]) == ("many-8192", [128, 128], "even")
         for one in case["results"]
         if one["op"] == "forward"
     }
     yield _line(
-        "H100, 128 experts, 8192 tokens", "bfloat16", [found.get(density) for density in DENSITIES], None
+        "H200, 128 experts, 8192 tokens", "bfloat16", [found.get(density) for density in DENSITIES], None
     )
     for device, measured in of_devices("eight_bits"):
         eight = {
