@@ -406,6 +406,17 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             asm volatile("" : "+r"(thread));
             if constexpr (kHalved) {
                 finish(sums, work, row, thread, residual_parity & 1);
+            } else if constexpr (Traits::kScaled) {
+                const auto store = [&](auto plain) {
+                    each_half([&](int half) {
+                        finish_tokens<plain()>(sums[half], half, row, Traits::first_token(work, rank_),
+                                               thread, residual_parity & 1);
+                    });
+                };
+                if (Epilogue::is_plain(arguments_))
+                    store(std::true_type{});
+                else
+                    store(std::false_type{});
             } else {
                 const auto store = [&](auto plain) {
                     each_half([&](int half) {
@@ -474,7 +485,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ void multiply(Sums& sums, int first, int count) {
         for (int step = 0; step < count; ++step) {
             shared_.weight_ring[ring_].wait_full(position_);
-            if constexpr (kPromotes)
+            if constexpr (Traits::kScaled)
+                promote_scaled(sums);
+            else if constexpr (kPromotes)
                 promote(sums);
             else
                 keep(sums, first + step > 0);
@@ -533,31 +546,119 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             cute::warpgroup_arrive();
             start(products, half, false);
             cute::warpgroup_commit_batch();
-            if constexpr (Traits::kScaled)
-                if (half == 0) shared_.input_ring.rings[ring_].wait_full(factors_);
             cute::warpgroup_wait<0>();
             if (half == Traits::kFeatureHalves - 1) release(position_.stage);
-            add(sums[half], products);
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] += products[i];
         });
-        if constexpr (Traits::kScaled) release_factors();
     }
-    __device__ void add(Half& sums, const Half& products) const {
-        if constexpr (Traits::kScaled) {
-            const auto* const pairs =
-                reinterpret_cast<const float2*>(shared_.input_ring.of[ring_][factors_.stage]) +
-                threadIdx.x % 4;
+
+    // The same with scales inside of the sums, half of the tokens after the other. These are the rows of the
+    // products: a thread has two of 64, and their factors at hand.
+    __device__ void promote_scaled(Sums& sums) {
+        Half products;
+        float2 factors[2];
+        each_half([&](int half) {
+            cute::warpgroup_arrive();
+            start_scaled(products, half);
+            cute::warpgroup_commit_batch();
+            if (half == 0) read_factors(factors);
+            cute::warpgroup_wait<0>();
+            if (half == 1) release(position_.stage);
 #pragma unroll
-            for (int i = 0; i < Traits::kSums; i += 4) {
-                const float2 pair = pairs[i];
-                sums[i] = fmaf(products[i], pair.x, sums[i]);
-                sums[i + 1] = fmaf(products[i + 1], pair.y, sums[i + 1]);
-                sums[i + 2] = fmaf(products[i + 2], pair.x, sums[i + 2]);
-                sums[i + 3] = fmaf(products[i + 3], pair.y, sums[i + 3]);
+            for (int i = 0; i < Traits::kSums; ++i)
+                sums[half][i] = fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y,
+                                     sums[half][i]);
+        });
+    }
+    __device__ void start_scaled(Half& products, int half) const {
+        const char* const input = shared_.input[ring_][position_.stage] + half * (Traits::kInputBytes / 2);
+        const uint32_t tokens = operand_address(input);
+        const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][0]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            wgmma<Atom>(products, arguments_.tokens_by_k.at(tokens, i), arguments_.weight.at(weight, i),
+                        i > 0);
+    }
+    // Those of a thread's tokens, two of each half.
+    __device__ void read_factors(float2 (&factors)[2]) {
+        auto& ring = shared_.input_ring.rings[ring_];
+        ring.wait_full(factors_);
+        const float* const of = shared_.input_ring.of[ring_][factors_.stage] +
+                                threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) factors[half] = {of[64 * half], of[64 * half + 8]};
+        __syncwarp();
+        if (lane_ == 0) ring.empty[factors_.stage].arrive();
+        factors_.advance();
+    }
+
+    // The end of half of the tokens of a tile, which are rows of sums. Each of two warps stores 64 features.
+    template <bool kPlain>
+    __device__ void finish_tokens(Half& sums, int half, int row, int token, int thread,
+                                  uint32_t parity) const {
+        using Result = typename Traits::Result;
+        const bool row_major = kPlain || arguments_.output_layout == Layout::row_major;
+        const int warp = thread / kWarpSize, lane = thread % kWarpSize, feature = row * kRows;
+        const int barrier = 1 + Traits::kFeatureHalves * warpgroup_;
+        auto& buffers = shared_.output[warpgroup_][0];
+        const auto& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half];
+        const bool has_residual = !kPlain && arguments_.has_residual;
+        token += Traits::kTileTokens / 2 * half;
+        const auto own_chunk = [&](auto visit) {
+            if (lane > 0 || warp >= Traits::kChunks) return;
+            const int x = feature + Traits::kWarpgroupFeatures * warp;
+            visit(row_major ? x : token, row_major ? token : x);
+        };
+        own_chunk([&](int x, int y) {
+            cute::tma_store_wait<0>();
+            if (!has_residual) return;
+            arrived[warp].arrive_and_expect_tx(Traits::kChunkBytes);
+            load_box(&arguments_.residual, arrived[warp], Multicast{1}, buffers[warp], x, y);
+        });
+        if constexpr (!kPlain) {
+            if (arguments_.bias != nullptr) {
+                const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature + lane % 4 * 2;
+#pragma unroll
+                for (int i = 0; i < Traits::kSums; ++i) sums[i] += to_float(bias[i / 4 * 8 + i % 2]);
             }
-        } else {
-#pragma unroll
-            for (int i = 0; i < Traits::kSums; ++i) sums[i] += products[i];
+            activate_all<Result>(sums, arguments_.activation);
         }
+        cutlass::arch::NamedBarrier::sync(128, barrier);
+        // To a staging, rows of sums are features.
+        const auto put = [&](auto of_rows) {
+            constexpr bool kOfRows = of_rows();
+            const HalfStaging<Result> staging(kOfRows ? Layout::column_major : Layout::row_major,
+                                              Traits::kWarpgroupFeatures, thread);
+#pragma unroll
+            for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+                float* const of = sums + chunk * (Traits::kSums / Traits::kChunks);
+                char* const buffer = buffers[chunk];
+                if (has_residual) {
+                    wait(arrived[chunk], parity);
+                    if (arguments_.gate_activation != Activation::none)
+                        staging.template activate<!kOfRows>(buffer, arguments_.gate_activation);
+                    __syncwarp();
+                    if (arguments_.gated)
+                        staging.template combine<!kOfRows>(of, buffer,
+                                                           [](float sum, float gate) { return sum * gate; });
+                    else
+                        staging.template combine<!kOfRows>(
+                            of, buffer, [](float sum, float other) { return sum + other; });
+                }
+                staging.template put<!kOfRows>(of, buffer);
+            }
+        };
+        if (row_major)
+            put(std::true_type{});
+        else
+            put(std::false_type{});
+        cutlass::arch::fence_view_async_shared();
+        cutlass::arch::NamedBarrier::sync(128, barrier);
+        own_chunk([&](int x, int y) {
+            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], x, y);
+            cute::tma_store_arrive();
+        });
     }
 
     // The end of a tile in 16 bits, whose results are row-major: both halves at once, in buffers for all of
@@ -634,12 +735,6 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             }
             cute::tma_store_arrive();
         });
-    }
-
-    __device__ void release_factors() {
-        __syncwarp();
-        if (lane_ == 0) shared_.input_ring.rings[ring_].empty[factors_.stage].arrive();
-        factors_.advance();
     }
 
     __device__ void release(int stage) const {
