@@ -180,9 +180,14 @@ class HalfStaging {
 
   public:
     __device__ HalfStaging(const DdsArguments& arguments, int thread)
-        : HalfStaging(arguments.output_layout, arguments.row_width, thread) {}
-    __device__ HalfStaging(Layout layout, int row_width, int thread)
-        : row_width_(row_width), place_(place(layout, row_width, thread)) {}
+        : row_width_(arguments.row_width), place_(place(arguments, thread)) {}
+    // For 64 x 64 sums whose rows are tokens: lines of a buffer, or its columns. Below these are features.
+    __device__ HalfStaging(int thread, bool row_major) : row_width_(kTokens) {
+        const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
+        const int row = 16 * warp + matrix % 2 * 8, column = matrix / 2 * 8;
+        place_ = row_major ? swizzled((row + lane % 8) * kLine + column * 2, kLine)
+                           : swizzled((column + lane % 8) * kLine + row * 2, kLine);
+    }
 
     template <bool kRowMajor>
     __device__ void put(const float* sums, char* buffer) const {
@@ -225,11 +230,12 @@ class HalfStaging {
 
   private:
     // Address of this lane's line of the first four matrices.
-    __device__ static uint32_t place(Layout layout, int width, int thread) {
+    __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
         const int feature = 16 * warp + matrix % 2 * 8, token = matrix / 2 * 8;
-        if (layout == Layout::column_major)
+        if (arguments.output_layout == Layout::column_major)
             return swizzled((feature + lane % 8) * kLine + token * 2, kLine);
+        const int width = arguments.row_width;
         return swizzled((feature / width * kTokens + token + lane % 8) * 2 * width + feature % width * 2,
                         2 * width);
     }

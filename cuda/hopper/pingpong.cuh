@@ -94,8 +94,8 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     struct NoRing {
         __device__ void init(int) {}
     };
-    // The scales of a step's tokens times that of its block, for some steps of each warpgroup. Those of a step
-    // are full when they are written, and empty when each of four warps has read them.
+    // The scales of a step's tokens times that of its block, for some steps of each warpgroup. Those of a
+    // step are full when they are written, and empty when each of four warps has read them.
     struct Factors : NoRing {
         static constexpr int kSteps = 2;
         float of[kRings][kSteps][Base::kTileTokens];
@@ -225,8 +225,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
                         read_token_scales(scales, __shfl_sync(~0u, k, i), token);
                     }
                 }
-                if constexpr (Traits::kScaled)
-                    put_factors(ring, scales, min(steps_read, end - first) - 1);
+                if constexpr (Traits::kScaled) put_factors(ring, scales, min(steps_read, end - first) - 1);
             }
         }
         if (ring < Traits::kRings) shared.weight_ring[ring].wait_all_empty(position);
@@ -567,8 +566,8 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             if (half == 1) release(position_.stage);
 #pragma unroll
             for (int i = 0; i < Traits::kSums; ++i)
-                sums[half][i] = fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y,
-                                     sums[half][i]);
+                sums[half][i] =
+                    fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y, sums[half][i]);
         });
     }
     __device__ void start_scaled(Half& products, int half) const {
@@ -584,8 +583,8 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ void read_factors(float2 (&factors)[2]) {
         auto& ring = shared_.input_ring.rings[ring_];
         ring.wait_full(factors_);
-        const float* const of = shared_.input_ring.of[ring_][factors_.stage] +
-                                threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+        const float* const of =
+            shared_.input_ring.of[ring_][factors_.stage] + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) factors[half] = {of[64 * half], of[64 * half + 8]};
         __syncwarp();
@@ -625,11 +624,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             activate_all<Result>(sums, arguments_.activation);
         }
         cutlass::arch::NamedBarrier::sync(128, barrier);
-        // To a staging, rows of sums are features.
-        const auto put = [&](auto of_rows) {
-            constexpr bool kOfRows = of_rows();
-            const HalfStaging<Result> staging(kOfRows ? Layout::column_major : Layout::row_major,
-                                              Traits::kWarpgroupFeatures, thread);
+        const auto put = [&](auto lines_of_tokens) {
+            constexpr bool kAsFeatures = !lines_of_tokens();  // as results are laid out whose rows these are
+            const HalfStaging<Result> staging(thread, lines_of_tokens());
 #pragma unroll
             for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
                 float* const of = sums + chunk * (Traits::kSums / Traits::kChunks);
@@ -637,16 +634,16 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 if (has_residual) {
                     wait(arrived[chunk], parity);
                     if (arguments_.gate_activation != Activation::none)
-                        staging.template activate<!kOfRows>(buffer, arguments_.gate_activation);
+                        staging.template activate<kAsFeatures>(buffer, arguments_.gate_activation);
                     __syncwarp();
                     if (arguments_.gated)
-                        staging.template combine<!kOfRows>(of, buffer,
-                                                           [](float sum, float gate) { return sum * gate; });
+                        staging.template combine<kAsFeatures>(
+                            of, buffer, [](float sum, float gate) { return sum * gate; });
                     else
-                        staging.template combine<!kOfRows>(
+                        staging.template combine<kAsFeatures>(
                             of, buffer, [](float sum, float other) { return sum + other; });
                 }
-                staging.template put<!kOfRows>(of, buffer);
+                staging.template put<kAsFeatures>(of, buffer);
             }
         };
         if (row_major)
@@ -795,7 +792,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     int ring_;
     int lane_;
     Position position_;
-    int multiplied_ = -1;  // stage of the products under way
+    int multiplied_ = -1;      // stage of the products under way
     RingPosition<2> factors_;  // of scales inside of the sums
     bool carries_ = false;
     CarryTimes carry_times_;
