@@ -181,6 +181,13 @@ class HalfStaging {
   public:
     __device__ HalfStaging(const DdsArguments& arguments, int thread)
         : row_width_(arguments.row_width), place_(place(arguments, thread)) {}
+    // For 64 x 64 sums whose rows are tokens: lines of a buffer, or its columns. Below these are features.
+    __device__ HalfStaging(int thread, bool row_major) : row_width_(kTokens) {
+        const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
+        const int row = 16 * warp + matrix % 2 * 8, column = matrix / 2 * 8;
+        place_ = row_major ? swizzled((row + lane % 8) * kLine + column * 2, kLine)
+                           : swizzled((column + lane % 8) * kLine + row * 2, kLine);
+    }
 
     template <bool kRowMajor>
     __device__ void put(const float* sums, char* buffer) const {

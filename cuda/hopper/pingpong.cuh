@@ -94,9 +94,16 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     struct NoRing {
         __device__ void init(int) {}
     };
-    // The scales of a warpgroup's tokens times that of the block, of a step and the next one.
-    struct Factors {
-        float of[Base::kWarpgroups][2][Base::kTileTokens];
+    // The scales of a step's tokens times that of its block, for some steps of each warpgroup. Those of a
+    // step are full when they are written, and empty when each of four warps has read them.
+    struct Factors : NoRing {
+        static constexpr int kSteps = 2;
+        float of[kRings][kSteps][Base::kTileTokens];
+        Ring<kSteps> rings[kRings];
+
+        __device__ void init(int) {
+            for (auto& ring : rings) ring.init(4);
+        }
     };
     // Scales of a warpgroup's tokens, which multiply sums: every fourth lane has the same two of each eight.
     struct EndScales {
@@ -110,12 +117,11 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
         alignas(1024) char input[kRings][kStages][Base::kInputBytes];
         alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
         alignas(1024) char output[Base::kWarpgroups][kResultHalves][kChunks][Base::kChunkBytes];
-        [[no_unique_address]] NoRing input_ring;
+        [[no_unique_address]] std::conditional_t<Base::kScaled, Factors, NoRing> input_ring;
         Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
         Schedule schedule;
-        [[no_unique_address]] std::conditional_t<
-            Weight::kPlain, EndScales, std::conditional_t<Base::kScaled, Factors, NoScales>> factors;
+        [[no_unique_address]] std::conditional_t<Weight::kPlain, EndScales, NoScales> factors;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
@@ -183,10 +189,13 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     }
 
     // One warp for each ring: both operands, in boxes of one block, and zeros where a step lacks its second.
+    // Scales inside of the sums are asked for with a step, and their products written after the next one's
+    // operands have been asked for.
     __device__ void load_weight(int ring) const {
         if constexpr (Weight::kPlain) return load_ahead(ring);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         typename Ring<Traits::kStages>::Position position;
+        [[maybe_unused]] StepScales scales;
         const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
         const int steps_read = kWarpSize / pieces;
         for (int turn = 0;; turn ^= 1) {
@@ -206,17 +215,50 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
                 const int from = k < 0 ? arguments.k_size : k;
                 const auto [x, y] =
                     Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
+                if constexpr (Traits::kScaled) scales.block = __ldg(arguments.scales + slot);
                 for (int i = 0; i < min(steps_read, end - first); ++i) {
                     load_step(ring, position, i, int3{from, x, y}, pieces, width, token, lacks_tokens);
                     __syncwarp();
                     position.advance();
+                    if constexpr (Traits::kScaled) {
+                        if (i > 0) put_factors(ring, scales, i - 1);
+                        read_token_scales(scales, __shfl_sync(~0u, k, i), token);
+                    }
                 }
+                if constexpr (Traits::kScaled) put_factors(ring, scales, min(steps_read, end - first) - 1);
             }
         }
         if (ring < Traits::kRings) shared.weight_ring[ring].wait_all_empty(position);
     }
 
   private:
+    // Of the lane's block, of those read, and of each 32nd token of a step.
+    struct StepScales {
+        float block;
+        float tokens[kTokens / 32];
+        RingPosition<2> position;  // of their products
+    };
+    __device__ void read_token_scales(StepScales& scales, int k, int token) const {
+        const float* const of = arguments.x_scales + int64_t{k / kScaleGroup} * arguments.group_rows;
+#pragma unroll
+        for (int i = 0; i < kTokens / kWarpSize; ++i) {
+            const int at = token + kWarpSize * i + lane;
+            scales.tokens[i] = at < arguments.tokens ? __ldg(of + at) : 0.0f;
+        }
+    }
+    // Writes those of the i-th step, when there is room.
+    __device__ void put_factors(int ring, StepScales& scales, int i) const {
+        auto& factors = shared.input_ring;
+        const float block = __shfl_sync(~0u, scales.block, i);
+        factors.rings[ring].wait_empty(scales.position);
+#pragma unroll
+        for (int j = 0; j < kTokens / kWarpSize; ++j)
+            factors.of[ring][scales.position.stage][kWarpSize * j + lane] = scales.tokens[j] * block;
+        __syncwarp();
+        if (elected) factors.rings[ring].full[scales.position.stage].arrive();
+        scales.position.advance();
+    }
+
     // Waits for a stage and loads a step, the i-th of those read, to it. `at`: k of the lane's block, and its
     // corner in values.
     __device__ void load_step(int ring, typename Ring<Traits::kStages>::Position position, int i, int3 at,
@@ -347,7 +389,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             if (lacks_tokens) pass_over(work.steps);
             if constexpr (kCarries) begin_carrying(work);
             for (int first = 0; !lacks_tokens && first < work.steps; first += kWarpSize)
-                multiply(sums, work, first, min(kWarpSize, work.steps - first));
+                multiply(sums, first, min(kWarpSize, work.steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
                 cute::warpgroup_wait<0>();
@@ -363,6 +405,17 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             asm volatile("" : "+r"(thread));
             if constexpr (kHalved) {
                 finish(sums, work, row, thread, residual_parity & 1);
+            } else if constexpr (Traits::kScaled) {
+                const auto store = [&](auto plain) {
+                    each_half([&](int half) {
+                        finish_tokens<plain()>(sums[half], half, row, Traits::first_token(work, rank_),
+                                               thread, residual_parity & 1);
+                    });
+                };
+                if (Epilogue::is_plain(arguments_))
+                    store(std::true_type{});
+                else
+                    store(std::false_type{});
             } else {
                 const auto store = [&](auto plain) {
                     each_half([&](int half) {
@@ -428,14 +481,13 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     }
 
     // Some steps of a tile, as many as there are lanes or less.
-    __device__ void multiply(Sums& sums, const Work& work, int first, int count) {
-        [[maybe_unused]] StepScales scales;
-        if constexpr (Traits::kScaled) scales = read_scales(work, first);
+    __device__ void multiply(Sums& sums, int first, int count) {
         for (int step = 0; step < count; ++step) {
-            if constexpr (Traits::kScaled) put_factors(scales, step, count);
             shared_.weight_ring[ring_].wait_full(position_);
-            if constexpr (kPromotes)
-                promote(sums, step);
+            if constexpr (Traits::kScaled)
+                promote_scaled(sums);
+            else if constexpr (kPromotes)
+                promote(sums);
             else
                 keep(sums, first + step > 0);
             position_.advance();
@@ -487,7 +539,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     }
 
     // One half after the other, in the same registers.
-    __device__ void promote(Sums& sums, int step) {
+    __device__ void promote(Sums& sums) {
         Half products;
         each_half([&](int half) {
             cute::warpgroup_arrive();
@@ -495,25 +547,115 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
             if (half == Traits::kFeatureHalves - 1) release(position_.stage);
-            add(sums[half], products, step);
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] += products[i];
         });
     }
-    __device__ void add(Half& sums, const Half& products, int step) const {
-        if constexpr (Traits::kScaled) {
-            const auto* const pairs =
-                reinterpret_cast<const float2*>(shared_.factors.of[warpgroup_][step % 2]) + threadIdx.x % 4;
+
+    // The same with scales inside of the sums, half of the tokens after the other. These are the rows of the
+    // products: a thread has two of 64, and their factors at hand.
+    __device__ void promote_scaled(Sums& sums) {
+        Half products;
+        float2 factors[2];
+        each_half([&](int half) {
+            cute::warpgroup_arrive();
+            start_scaled(products, half);
+            cute::warpgroup_commit_batch();
+            if (half == 0) read_factors(factors);
+            cute::warpgroup_wait<0>();
+            if (half == 1) release(position_.stage);
 #pragma unroll
-            for (int i = 0; i < Traits::kSums; i += 4) {
-                const float2 pair = pairs[i];
-                sums[i] = fmaf(products[i], pair.x, sums[i]);
-                sums[i + 1] = fmaf(products[i + 1], pair.y, sums[i + 1]);
-                sums[i + 2] = fmaf(products[i + 2], pair.x, sums[i + 2]);
-                sums[i + 3] = fmaf(products[i + 3], pair.y, sums[i + 3]);
+            for (int i = 0; i < Traits::kSums; ++i)
+                sums[half][i] =
+                    fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y, sums[half][i]);
+        });
+    }
+    __device__ void start_scaled(Half& products, int half) const {
+        const char* const input = shared_.input[ring_][position_.stage] + half * (Traits::kInputBytes / 2);
+        const uint32_t tokens = operand_address(input);
+        const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][0]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            wgmma<Atom>(products, arguments_.tokens_by_k.at(tokens, i), arguments_.weight.at(weight, i),
+                        i > 0);
+    }
+    // Those of a thread's tokens, two of each half.
+    __device__ void read_factors(float2 (&factors)[2]) {
+        auto& ring = shared_.input_ring.rings[ring_];
+        ring.wait_full(factors_);
+        const float* const of =
+            shared_.input_ring.of[ring_][factors_.stage] + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) factors[half] = {of[64 * half], of[64 * half + 8]};
+        __syncwarp();
+        if (lane_ == 0) ring.empty[factors_.stage].arrive();
+        factors_.advance();
+    }
+
+    // The end of half of the tokens of a tile, which are rows of sums. Each of two warps stores 64 features.
+    template <bool kPlain>
+    __device__ void finish_tokens(Half& sums, int half, int row, int token, int thread,
+                                  uint32_t parity) const {
+        using Result = typename Traits::Result;
+        const bool row_major = kPlain || arguments_.output_layout == Layout::row_major;
+        const int warp = thread / kWarpSize, lane = thread % kWarpSize, feature = row * kRows;
+        const int barrier = 1 + Traits::kFeatureHalves * warpgroup_;
+        auto& buffers = shared_.output[warpgroup_][0];
+        const auto& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half];
+        const bool has_residual = !kPlain && arguments_.has_residual;
+        token += Traits::kTileTokens / 2 * half;
+        const auto own_chunk = [&](auto visit) {
+            if (lane > 0 || warp >= Traits::kChunks) return;
+            const int x = feature + Traits::kWarpgroupFeatures * warp;
+            visit(row_major ? x : token, row_major ? token : x);
+        };
+        own_chunk([&](int x, int y) {
+            cute::tma_store_wait<0>();
+            if (!has_residual) return;
+            arrived[warp].arrive_and_expect_tx(Traits::kChunkBytes);
+            load_box(&arguments_.residual, arrived[warp], Multicast{1}, buffers[warp], x, y);
+        });
+        if constexpr (!kPlain) {
+            if (arguments_.bias != nullptr) {
+                const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature + lane % 4 * 2;
+#pragma unroll
+                for (int i = 0; i < Traits::kSums; ++i) sums[i] += to_float(bias[i / 4 * 8 + i % 2]);
             }
-        } else {
-#pragma unroll
-            for (int i = 0; i < Traits::kSums; ++i) sums[i] += products[i];
+            activate_all<Result>(sums, arguments_.activation);
         }
+        cutlass::arch::NamedBarrier::sync(128, barrier);
+        const auto put = [&](auto lines_of_tokens) {
+            constexpr bool kAsFeatures = !lines_of_tokens();  // as results are laid out whose rows these are
+            const HalfStaging<Result> staging(thread, lines_of_tokens());
+#pragma unroll
+            for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+                float* const of = sums + chunk * (Traits::kSums / Traits::kChunks);
+                char* const buffer = buffers[chunk];
+                if (has_residual) {
+                    wait(arrived[chunk], parity);
+                    if (arguments_.gate_activation != Activation::none)
+                        staging.template activate<kAsFeatures>(buffer, arguments_.gate_activation);
+                    __syncwarp();
+                    if (arguments_.gated)
+                        staging.template combine<kAsFeatures>(
+                            of, buffer, [](float sum, float gate) { return sum * gate; });
+                    else
+                        staging.template combine<kAsFeatures>(
+                            of, buffer, [](float sum, float other) { return sum + other; });
+                }
+                staging.template put<kAsFeatures>(of, buffer);
+            }
+        };
+        if (row_major)
+            put(std::true_type{});
+        else
+            put(std::false_type{});
+        cutlass::arch::fence_view_async_shared();
+        cutlass::arch::NamedBarrier::sync(128, barrier);
+        own_chunk([&](int x, int y) {
+            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], x, y);
+            cute::tma_store_arrive();
+        });
     }
 
     // The end of a tile in 16 bits, whose results are row-major: both halves at once, in buffers for all of
@@ -592,36 +734,6 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         });
     }
 
-    // Scales of the lane's step, and of the thread's token in the next step.
-    struct StepScales {
-        int group;
-        float block;
-        float token;
-    };
-    __device__ StepScales read_scales(const Work& work, int first) const {
-        StepScales scales{};
-        const int step = first + lane_;
-        if (step < work.steps) {
-            scales.group = __ldg(plan_.k + work.step + step) / kScaleGroup;
-            scales.block = __ldg(arguments_.scales + __ldg(plan_.slots + work.step + step));
-        }
-        token_ = Traits::first_token(work, rank_) + threadIdx.x % Traits::kTileTokens;
-        scales.token = token_scale(__shfl_sync(~0u, scales.group, 0));
-        return scales;
-    }
-    __device__ float token_scale(int group) const {
-        return token_ < arguments_.tokens
-                   ? __ldg(arguments_.x_scales + int64_t{group} * arguments_.group_rows + token_)
-                   : 0.0f;
-    }
-    // Writes those of a step, for all threads of the warpgroup; the next one's are asked for.
-    __device__ void put_factors(StepScales& scales, int step, int count) {
-        shared_.factors.of[warpgroup_][step % 2][threadIdx.x % Traits::kTileTokens] =
-            scales.token * __shfl_sync(~0u, scales.block, step);
-        cutlass::arch::NamedBarrier::sync(Traits::kTileTokens, 1 + Traits::kFeatureHalves * warpgroup_);
-        scales.token = token_scale(__shfl_sync(~0u, scales.group, min(step + 1, count - 1)));
-    }
-
     __device__ void release(int stage) const {
         const int thread = threadIdx.x % 128;
         if (thread < Traits::kRanks) shared_.weight_ring[ring_].empty[stage].arrive(thread);
@@ -680,12 +792,12 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     int ring_;
     int lane_;
     Position position_;
-    int multiplied_ = -1;  // stage of the products under way
+    int multiplied_ = -1;      // stage of the products under way
+    RingPosition<2> factors_;  // of scales inside of the sums
     bool carries_ = false;
     CarryTimes carry_times_;
     [[no_unique_address]] std::conditional_t<kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
         carried_[Traits::kFeatureHalves];
-    mutable int token_ = 0;
 };
 
 // Results that are what the sums are, row-major, of int8: the sums of a thread leave registers for little
