@@ -45,7 +45,6 @@ FEW = (1, 2, 4, 8, 16, 32, 48, 64)
 MANY = (96, 128, 192, 256, 384, 512, 768, 1024, 1500, 2048, 3000, 4096, 6144, 8192, 12288, 16384)
 SQUARE = ((16, 16), (32, 32), (64, 64), (128, 128))
 OTHER = ((128, 32), (32, 128), (128, 64), (64, 128), (16, 64), (64, 16), (128, 16), (16, 128))
-ANY = ((12, 12), (24, 24), (40, 40), (48, 48), (80, 40))
 EIGHT_BITS = (*SQUARE, (128, 64), (64, 128))
 DENSITIES = (0.05, 0.1, 0.25, 0.5, 0.75)
 Stored = tuple[Tensor, Tensor | None, Tensor | None]  # values, metadata and scales
@@ -99,7 +98,6 @@ KINDS = {
     "grouped int8": INT8._replace(share=3, grouped=True, blocks=WIDE),
     "grouped float8": FLOAT8._replace(share=3, grouped=True, blocks=WIDE),
     "grouped float8 fast": FLOAT8._replace(share=1, grouped=True, blocks=WIDE, fast=True),
-    "other blocks": Kind(2, blocks=ANY),
 }
 
 
