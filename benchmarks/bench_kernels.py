@@ -5,16 +5,18 @@
 
 With --named those are timed first that aims were set for. The library chooses kernels by estimates, which
 are fitted to such results. Cases are drawn one after another from all kinds, so that a run of any length
-covers them all.
+covers them all. Most kernels that are estimated to take long can be left out, with --within.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +36,16 @@ from harness import (
 )
 from kernel_cases import KINDS, NAMED, Calls, Drawn, draw, product_of
 from problems import OPS
+from torch import Tensor
 
 from tilesparse import _C
+from tilesparse._runtime.launch import ask_for, known_kernels
 from tilesparse.errors import UnsupportedError
-from tilesparse.tuning import prefer
 
-REPETITIONS = 9
+LEAST, MOST = 3, 7  # repetitions
+FILL_US = 1000.0  # of each kernel's
+LEFT_OUT = 0.5  # share of the kernels that are estimated to take longer
+SAMPLE = 17  # of so many numbers of a result one is compared
 LAUNCH_SECONDS = 120e-6  # products alone
 TOLERANCE = 2e-2  # of kernels beside each other, whose results are rounded in different places
 
@@ -55,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = result_parser(__doc__, "kernels.json", 540.0, seed=True)
     parser.add_argument("--cases", type=int, default=100_000, help="drawn at most (%(default)s)")
     parser.add_argument("--named", action="store_true", help="first those that aims were set for")
+    help = "times the least estimate (%(default)s)"
+    parser.add_argument("--within", type=float, default=math.inf, help=help)
     add_names(parser, "--kinds", KINDS)
     add_names(parser, "--ops", OPS)
     parser.add_argument("--kernels", type=name_list, default=("",), help="whose names begin so (all)")
@@ -82,42 +90,57 @@ def _run(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
         with measuring(record, contender="tilesparse") as result:
             calls = Calls(case, arguments.seed)
             record["density"] = calls.pattern.density
-            result |= _measure(calls, _kernels(case, calls, tuple(arguments.kernels)), timer)
+            kernels = _kernels(case, calls, tuple(arguments.kernels))
+            least = min(kernels.values())
+            near = [
+                number
+                for number, estimate in kernels.items()
+                if estimate <= arguments.within * least or chance.random() > LEFT_OUT
+            ]
+            result |= _measure(calls, near, timer, max(LEAST, min(MOST, int(FILL_US / least))))
             _print(result)
 
 
-def _measure(calls: Calls, kernels: Sequence[str], timer: Timer) -> dict[str, Any]:
-    """Microseconds of every kernel and of dense, and by how much results differ."""
-    times, errors = {}, [0.0]
+def _measure(calls: Calls, kernels: Sequence[int], timer: Timer, repetitions: int) -> dict[str, Any]:
+    """Microseconds of kernels, which take turns, and of dense, and by how much results differ."""
+
+    def run(kernel: int) -> Tensor:
+        with ask_for(1 + kernel):
+            return calls.sparse()
+
+    errors: dict[int, float | None] = {}
     first = None
-    for name in kernels:
-        with prefer(name):
-            result = calls.sparse().float()
-            first = result if first is None else first
-            error = relative_error(result, first)
-            errors.append(float("inf") if error is None else error)
-            del result
-            times[name] = round(timer.microseconds(calls.sparse, REPETITIONS), 2)
-    measured = {"kernels_us": times, "wrong": max(errors) > TOLERANCE}
-    for name, call in (("dense_us", calls.dense), ("expanded_us", calls.expanded)):
-        if call is not None:
-            call()
-            measured[name] = round(timer.microseconds(call, REPETITIONS), 2)
-    return measured
+    for kernel in kernels:
+        try:
+            result = run(kernel).flatten()[::SAMPLE].float()
+        except UnsupportedError:
+            continue  # operands in this layout
+        first = result if first is None else first
+        errors[kernel] = relative_error(result, first)
+    timed: list[Callable[[], Tensor]] = [partial(run, kernel) for kernel in errors]
+    if calls.expanded is not None:
+        calls.expanded()
+        timed.append(calls.expanded)
+    times = [round(time, 2) for time in timer.of_all(timed, repetitions)]
+    names = [known_kernels()[kernel].name for kernel in errors]
+    measured = {
+        "kernels_us": dict(zip(names, times, strict=False)),
+        "wrong": any(error is None or error > TOLERANCE for error in errors.values()),
+    }
+    return measured if calls.expanded is None else measured | {"expanded_us": times[-1]}
 
 
-def _kernels(case: Drawn, calls: Calls, prefixes: tuple[str, ...]) -> list[str]:
-    """Names of all that compute it on the GPU, and begin with one of some prefixes."""
-    info, found = _C.device_info(1), []
+def _kernels(case: Drawn, calls: Calls, prefixes: tuple[str, ...]) -> dict[int, float]:
+    """Estimates of all that compute it on the GPU, and whose names begin with one of some prefixes."""
+    info, found = _C.device_info(1), {}
     asked = product_of(case.record(), calls.pattern.nnz)
-    for number, kernel in enumerate(_C.kernels()):
+    for number, kernel in enumerate(known_kernels()):
         if kernel.device != info.device or not kernel.name.startswith(prefixes):
             continue
         try:
-            asked.estimate(info, number)
+            found[number] = asked.estimate(info, number)
         except UnsupportedError:
             continue
-        found.append(kernel.name)
     return found
 
 

@@ -21,16 +21,16 @@ Key = tuple[str, int, int]  # family, and the block along features and along k, 
 Coefficients = dict[Key, Array]
 
 NEAR = 10.0  # measurements that the coefficients of more count as
-OF_FAMILY = 0.3  # of what a feature amounts to in a family, if it amounts to less in a block
 MOST = 1500  # measurements that are enough for least squares
 ROUNDS = 4  # of least squares, in which large errors count less and less
 STEADY = 0.05  # relative error from which they do
 ITERATIONS = 200
 CLOSE, LARGE = 4.0, 0.3  # powers by which errors count, see _weights
-CHOICES = 4.0  # what costs of choices weigh beside errors
+CHOICES = 2.0  # what costs of choices weigh beside errors
 SHARP = 0.06  # relative difference of estimates by which a choice becomes certain
 MOST_COST = 1.0  # of a choice: more are measurements that something interrupted
 GROUPED = "_grouped"  # ends families that stay near those without it
+FAST8, FLOAT8 = "_fast8", "_float8"  # families of fast sums stay near those of usual ones
 
 
 class Row(NamedTuple):
@@ -56,8 +56,9 @@ def parent(key: Key) -> Key | None:
     family, rows, columns = key
     if rows != columns:
         return family, min(rows, columns), min(rows, columns)
-    if rows and family.endswith(GROUPED):
-        return family.removesuffix(GROUPED), rows, columns
+    near = family.replace(FAST8, FLOAT8) if FAST8 in family else family.removesuffix(GROUPED)
+    if rows and near != family:
+        return near, rows, columns
     return (family, 0, 0) if rows else None
 
 
@@ -103,11 +104,11 @@ class Table:
         """Root mean square of features relative to times, for each key [keys, features].
 
         The few products that were measured of one block may be small, and say little of what counts in large
-        ones: a part of the mean over all blocks of the family is the least.
+        ones: the mean over all blocks of the family is the least.
         """
         own = np.array([np.sqrt((self.relative[places] ** 2).mean(0)) for places in self.places])
         roots = [self.keys[list(lineage(key))[-1]] for key in self.keys]
-        return np.asarray(np.maximum(own, OF_FAMILY * own[roots]))
+        return np.asarray(np.maximum(own, own[roots]))
 
     def estimates(self, coefficients: Array) -> Array:
         """Microseconds of each row."""
@@ -241,14 +242,10 @@ def losses(rows: Sequence[Row], estimates: Iterable[float]) -> list[Loss]:
 def left_out(
     rows: Sequence[Row], group_of: Callable[[int], Hashable], first: Coefficients | None = None
 ) -> list[Loss]:
-    """Return the losses of each group's cases, by coefficients fitted to all others.
-
-    Those of no group (None) are never left out.
-    """
+    """Return the losses of each group's cases, by coefficients fitted to all others."""
     groups: dict[Hashable, set[int]] = defaultdict(set)
     for row in rows:
         groups[group_of(row.case)].add(row.case)
-    groups.pop(None, None)
     found: list[Loss] = []
     for cases in groups.values():
         own = [row for row in rows if row.case in cases]

@@ -3,28 +3,22 @@
     python benchmarks/fit_estimates.py
     python benchmarks/fit_estimates.py --left-out benchmarks/results/h100_fit.json.gz
 
-Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. Those of bench_ops.py
-count as well, which has the time of the chosen kernel alone. The library says what the features of a product
-and a kernel are; coefficients are found as estimate_fit.py says. Choices are then compared with the best
-kernels that were measured, with --left-out also those for each layer, and for parts of the newer runs, by
-coefficients that were fitted without them. Times that something interrupted are left out: a kernel that took
-several times its estimate. No GPU is needed.
-
-Times are of kernels as they begin now, with L2 flushed by reading: `as_now` says how those of older runs are
-corrected.
+Results are those of bench_kernels.py, of any number of GPUs; of which GPU is in them. The library says what
+the features of a product and a kernel are; coefficients are found as estimate_fit.py says. Choices are then
+compared with the best kernels that were measured, with --left-out also those for each layer by coefficients
+that were fitted without it. Times that something interrupted are left out: a kernel that took several times
+its estimate. No GPU is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,20 +37,10 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "cuda" / "common" / "coefficients.inc"
 RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = RESULTS / "estimates.json"
-NAMES = "*_fit.json.gz", "*_kernels*.json", "*_float64.json"  # of those that estimates are fitted to
+NAMES = "*_fit.json.gz", "*_kernels*.json"  # of those that estimates are fitted to
 KERNELS = {kernel.name: index for index, kernel in enumerate(_C.kernels())}
 DENSE = -1  # in the place of a kernel
 INTERRUPTED, LONG = 2.5, 50.0  # see uninterrupted
-READ_FROM = "2026-11-28T09:24"  # date of runs which flush L2 by reading; before they wrote
-FEW = 5  # cases of one family and block that say nothing of how older and newer runs differ
-FOLDS = 5  # of the newer cases, with --left-out
-SOONER_FROM = "2026-11-29T07:20"  # date of runs with kernels for 9.0 that begin and end sooner
-SOONER = {  # microseconds, by how families begin: means of 88 products on an H200, both in the same run
-    r"sm90_(grouped_)?dds.*_own": 1.3,
-    r"sm90_(grouped_)?dds": 2.5,
-    r"sm90_narrow": 1.9,
-    r"sm90_(grouped_)?sdd_tn": 0.6,
-}
 VECTOR = 8  # tokens that kernels read at a time where x is column-major, in 16 bits
 
 
@@ -66,16 +50,10 @@ class Measured(NamedTuple):
     gpu: str
     cases: list[Mapping[str, Any]]
     rows: list[Row]
-    dates: list[str]  # of each case's run
 
     def layer_of(self, case: int) -> tuple[int, int]:
         """Return what is left out together: out_features and in_features."""
         return self.cases[case]["out_features"], self.cases[case]["in_features"]
-
-    def fold_of(self, case: int) -> int | None:
-        """Return which part of the newer products is left out together with this one."""
-        newer = self.dates[case] >= READ_FROM
-        return zlib.crc32(_product(self.cases[case]).encode()) % FOLDS if newer else None
 
     def of_cases(self) -> set[int]:
         """Return the cases that have rows."""
@@ -116,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results",
         type=Path,
         nargs="*",
-        help="of bench_kernels.py and bench_ops.py (all that are named for it)",
+        help="of bench_kernels.py (all that are named for it)",
     )
     parser.add_argument("--output", type=Path, default=TARGET, help="(%(default)s)")
     parser.add_argument("--summary", type=Path, default=SUMMARY, help="losses of choices (%(default)s)")
@@ -124,9 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     summaries = {}
     runs = _by_gpu(arguments.results or sorted(path for name in NAMES for path in RESULTS.glob(name)))
-    loaded = {gpu: load(gpu, [*own.values()]) for gpu, own in runs.items()}
-    later = later_by(loaded.values())
-    everything = {gpu: as_now(measured, later) for gpu, measured in loaded.items()}
+    everything = {gpu: load(gpu, [*own.values()]) for gpu, own in runs.items()}
     fitted = fit_all(everything)
     for gpu, own in runs.items():
         coefficients, measured = fitted[gpu]
@@ -141,76 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.left_out:
             left = estimate_fit.left_out(measured.rows, measured.layer_of, first)
             summaries[gpu]["left_out"] = estimate_fit.summary(left)
-            if newer := estimate_fit.left_out(measured.rows, measured.fold_of, first):
-                summaries[gpu]["newer"] = estimate_fit.summary(newer)
             if len(own) > 1:
-                largest = as_now(load(gpu, [next(iter(own.values()))]), later)
+                largest = load(gpu, [next(iter(own.values()))])
                 summaries[gpu]["unseen"] = estimate_fit.summary(unseen(largest, measured, first))
         report(gpu, summaries[gpu], len(coefficients))
     names = [name for own in runs.values() for name in own]
     arguments.output.write_text(as_text({gpu: one.coefficients for gpu, one in fitted.items()}, names))
-    summary = {"gpus": summaries, "later_us": {name: round(by, 2) for name, by in sorted(later.items())}}
-    arguments.summary.write_text(json.dumps(summary, indent=1) + "\n")
+    arguments.summary.write_text(json.dumps({"gpus": summaries}, indent=1) + "\n")
     return 0
-
-
-def later_by(everything: Iterable[Measured]) -> dict[str, float]:
-    """Return by how many microseconds kernels take longer where L2 was flushed by reading, not by writing.
-
-    By family, and by class for those with few newer cases or few older ones, of any GPU: a constant of the
-    newer rows in least squares, which counts for nothing else.
-    """
-    found: dict[str, list[float]] = defaultdict(list)
-    for measured in everything:
-        newer = [measured.dates[row.case] >= READ_FROM for row in measured.rows]
-        table = Table([_with_constant(row, one) for row, one in zip(measured.rows, newer, strict=True)])
-        constants = estimate_fit.least_squares(table, {})[:, -1]
-        counts = Counter(zip([row.parts[0][0] for row in measured.rows], newer, strict=True))
-        for key in {key for key, _ in counts}:
-            if min(counts[key, False], counts[key, True]) >= FEW:
-                found[key[0]].append(float(constants[table.keys[key]]))
-    families = {family: statistics.fmean(own) for family, own in found.items()}
-    classes: dict[str, list[float]] = defaultdict(list)
-    for family, constant in families.items():
-        classes[_class(family)].append(constant)
-    return {name: statistics.median(own) for name, own in classes.items()} | families
-
-
-def _with_constant(row: Row, constant: bool) -> Row:
-    """Return a row with one more feature."""
-    parts = (
-        (key, np.append(values, float(constant and not number)))
-        for number, (key, values) in enumerate(row.parts)
-    )
-    return row._replace(parts=tuple(parts))
-
-
-def _class(family: str) -> str:
-    """Return how names of kernels of a kind begin: sm90_dds, sm80_decode, dense."""
-    found = re.match(r"sm\d+_(grouped_)?[a-z]+|dense", family)
-    return found[0] if found else family
-
-
-def as_now(measured: Measured, later: Mapping[str, float]) -> Measured:
-    """Return measurements with times as they would be now.
-
-    L2 is flushed by reading, see `later_by`, and kernels for 9.0 begin SOONER.
-    """
-
-    def corrected(row: Row) -> Row:
-        return row._replace(time=time_now(row.time, row.parts[0][0][0], measured.dates[row.case], later))
-
-    return measured._replace(rows=[corrected(row) for row in measured.rows])
-
-
-def time_now(time: float, family: str, date: str, later: Mapping[str, float]) -> float:
-    """Return what a time of a run of this date would be now, in microseconds."""
-    now = time
-    if date < READ_FROM:
-        now += later.get(family, later.get(_class(family), 0.0))
-    if date < SOONER_FROM:
-        now -= next((by for name, by in SOONER.items() if re.match(name, family)), 0.0)
-    return max(now, time / 2)
 
 
 def fit_all(everything: Mapping[str, Measured]) -> dict[str, Fitted]:
@@ -231,7 +145,7 @@ def fit_all(everything: Mapping[str, Measured]) -> dict[str, Fitted]:
 
 
 def _by_gpu(paths: Sequence[Path]) -> dict[str, dict[str, stored.Document]]:
-    """Return the runs that have times of all kernels of a case by GPU and name, those with most cases first.
+    """Return the runs of bench_kernels.py by GPU and name, those with most cases first.
 
     The GPU that others stay near is the first one.
     """
@@ -241,7 +155,7 @@ def _by_gpu(paths: Sequence[Path]) -> dict[str, dict[str, stored.Document]]:
             cases = document.get("cases")
             environment = document.get("environment", {})
             gpu = gpu_of(environment.get("gpu") or "") if "limits" not in environment else None
-            if gpu and cases and {"op", "density", "block_shape"} <= cases[0].keys() and _has_kernels(cases):
+            if gpu and cases and "kind" in cases[0]:
                 name = f"{path.name}#{run}" if run else path.name
                 found[gpu].append((-len(cases), name, document))
     by_gpu = sorted(found.items(), key=lambda item: item[0] != MEASURED[0])
@@ -250,36 +164,16 @@ def _by_gpu(paths: Sequence[Path]) -> dict[str, dict[str, stored.Document]]:
     }
 
 
-def _has_kernels(cases: Sequence[Mapping[str, Any]]) -> bool:
-    return any(one.keys() & {"kernels_us", "kernel"} for case in cases for one in case.get("results", ()))
-
-
 def load(gpu: str, runs: Sequence[stored.Document]) -> Measured:
     """Return the measurements of one GPU."""
-    measured = Measured(gpu, [], [], [])
+    measured = Measured(gpu, [], [])
     device = Device.find(gpu).info()
-    dates = {id(case): run["environment"]["date"] for run in runs for case in run["cases"]}
-    for case, result in timed(runs):
+    for case, result in rows_of(runs):
         if case["x_layout"] == "feature" and case["tokens"] % VECTOR:
             continue  # a copy is made first, which is no part of a kernel's estimate
         measured.rows.extend(_rows(case, result, len(measured.cases), device))
         measured.cases.append(case)
-        measured.dates.append(dates[id(case)])
     return measured
-
-
-def timed(runs: Sequence[stored.Document]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield cases and times of kernels; results of bench_ops.py for one product are a case together."""
-    several: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
-    for case, result in rows_of(runs):
-        if result["contender"] != "tilesparse":
-            continue
-        if "kernels_us" in result:
-            yield case, result
-        else:
-            times = several.setdefault(_product(case), (case, {"kernels_us": {}}))[1]["kernels_us"]
-            times[result["kernel"]] = min(result["t_us"], times.get(result["kernel"], math.inf))
-    yield from several.values()
 
 
 def _rows(
@@ -365,11 +259,7 @@ def _kinds(measured: Measured, found: Sequence[Loss]) -> dict[str, list[Loss]]:
 
 
 def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
-    """Yield a pair for every measured kernel that this library has, on a GPU that is known here.
-
-    Times are what they would be now, see `as_now`.
-    """
-    later = json.loads((RESULTS / "estimates.json").read_text())["later_us"]
+    """Yield a pair for every measured kernel that this library has, on a GPU that is known here."""
     for document in documents:
         gpu = gpu_of(document["environment"].get("gpu") or "")
         if gpu is None or "op" not in document["cases"][0]:
@@ -381,10 +271,7 @@ def pairs_of(documents: Sequence[Mapping[str, Any]]) -> Iterator[Pair]:
                 product.use_prepacked(256, 1 << 40, 0)  # an address that nothing reads
             times = result.get("kernels_us", {result.get("kernel"): result.get("t_us")})
             for kernel in (name for name in times if name in KERNELS):
-                number, date = KERNELS[kernel], document["environment"]["date"]
-                family = product.features(device, number)[0].split("+")[0]
-                time = time_now(times[kernel], family, date, later)
-                yield Pair(kernel, described, time, product.estimate(device, number))
+                yield Pair(kernel, described, times[kernel], product.estimate(device, KERNELS[kernel]))
 
 
 def limited(device: _C.DeviceInfo, limits: str) -> _C.DeviceInfo:
@@ -415,8 +302,6 @@ def report(gpu: str, summary: Mapping[str, Any], count: int) -> None:
     lines = {**summary["kinds"], "all": summary["all"]}
     if "left_out" in summary:
         lines["layers left out"] = summary["left_out"]
-    if "newer" in summary:
-        lines["parts of newer runs left out"] = summary["newer"]
     if "unseen" in summary:
         lines["one file, products of others"] = summary["unseen"]
     for kind, one in lines.items():

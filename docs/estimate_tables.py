@@ -12,8 +12,6 @@ def estimates() -> str:
     lines = []
     for gpu, found in document("estimates.json")["gpus"].items():
         lines.append(_line(f"{gpu}, all", found["all"], found.get("left_out")))
-        if "newer" in found:
-            lines.append(_line(f"{gpu}, newer products, a fifth left out at a time", found["newer"]))
         if "unseen" in found:
             lines.append(_line(f"{gpu}, fitted to one run, other products of another", found["unseen"]))
         if len(found["kinds"]) > 1:

@@ -60,14 +60,13 @@ bool is_tile(std::string_view word) {
     return !word.empty() && word.front() >= '0' && word.front() <= '9' && word.find('x') != word.npos;
 }
 
-constexpr std::string_view kGrouped = "_grouped";
+constexpr std::string_view kFloat8 = "_float8", kFast8 = "_fast8";
 
-// The family that speaks for one of which nothing was measured: of one weight, or else of the same tile with
-// one word less, or none.
+// The family that speaks for one of which nothing was measured: with usual sums, or else of one weight, or
+// else of the same tile with one word less, or none.
 std::string relative_of(std::string family) {
-    const size_t grouped = family.rfind(kGrouped);
-    if (grouped != family.npos && grouped + kGrouped.size() == family.size())
-        return family.substr(0, grouped);
+    const size_t fast = family.find(kFast8);
+    if (fast != family.npos) return family.replace(fast, kFast8.size(), kFloat8);
     const size_t last = family.rfind('_');
     if (last == family.npos) return {};
     const bool has_tile = is_tile(std::string_view(family).substr(last + 1));
@@ -98,12 +97,14 @@ const Factors& coefficients_of(const Device& device, std::string family, const P
 }
 
 // The number format of a family's name: nothing for 16 bits.
-std::string number_format(const Kernel& kernel) {
+std::string number_format(const Kernel& kernel, const Problem& problem) {
     if (kernel.covers(DType::float64)) return "_f64";
     if (kernel.covers(DType::float32)) return kernel.precision == Precision::tf32 ? "_tf32" : "_tf32x3";
     if (kernel.covers(DType::int8)) return "_int8";
     if (!kernel.covers(DType::float8_e4m3fn)) return "";
-    return kernel.accumulation == Accumulation::scaled ? "_float8_scaled" : "_float8";
+    if (kernel.accumulation == Accumulation::scaled) return "_float8_scaled";
+    const bool carries = kernel.accumulation == Accumulation::carried;
+    return std::string(carries && problem.precision == Precision::fast ? kFast8 : kFloat8);
 }
 
 std::string tile_name(int32_t rows, int32_t columns) {
@@ -112,11 +113,6 @@ std::string tile_name(int32_t rows, int32_t columns) {
     name += 'x';
     return name += std::to_string(columns);
 }
-
-// Time where sums that are carried otherwise stay with the tensor cores: .81 to .97 on an H200. With this one
-// the kernel that is chosen there is 2 % slower than the fastest at most, in 22 products of blocks of 64 and
-// 128.
-constexpr double kNotCarried = .84;
 
 // Not less than the machine needs. Kernels that it limits keep their order.
 double within_limits(double time, double products, double bytes) {
@@ -137,7 +133,7 @@ std::string family_of(const Kernel& kernel, const Problem& problem) {
     const bool sdd = problem.op == Op::sdd_tn;
     std::string name = kernel.family;
     name += sdd ? "_tn" : problem.forward() ? "_nt" : "_nn";
-    name += number_format(kernel);
+    name += number_format(kernel, problem);
     name += kernel.variant;
     const PlanShape& plan = kernel.plan;
     if (sdd && plan.tile > 0)
@@ -145,7 +141,7 @@ std::string family_of(const Kernel& kernel, const Problem& problem) {
     else if (kernel.tile_tokens > 0)
         name += tile_name(kernel.tile_tokens, kernel.tile_features);
     const bool computes_others = kernel.grouped != bits_of(1);
-    if (problem.grouped() && computes_others) name += kGrouped;
+    if (problem.grouped() && computes_others) name += "_grouped";
     return name;
 }
 
@@ -168,9 +164,7 @@ std::string dequantize_family(const Problem& problem) {
 
 double estimate(const Kernel& kernel, const Problem& problem, const Device& device) {
     const std::string family = family_of(kernel, problem);
-    double time = sum(coefficients_of(device, family, problem), features_of(kernel, problem, device));
-    if (kernel.accumulation == Accumulation::carried && problem.precision == Precision::fast)
-        time *= kNotCarried;
+    const double time = sum(coefficients_of(device, family, problem), features_of(kernel, problem, device));
     const Machine machine = machine_of(device);
     // Values of groups without tokens need not be read.
     const double bytes = problem.grouped() ? activation_bytes(problem) : moved_bytes(problem);

@@ -676,7 +676,7 @@ def test_more_tokens_take_more_time(name: str) -> None:
 
 @needs_sm90
 @pytest.mark.parametrize(
-    "run", ["h100_fit.json.gz#kernels", "h100_fit.json.gz#kernels_second", "h200_fit.json.gz#kernels_second"]
+    "run", ["h100_fit.json.gz#kernels", "h100_fit.json.gz#kernels_second", "h200_fit.json.gz#kernels_all"]
 )
 def test_chosen_kernels_are_close_to_the_best(run: str) -> None:
     """Products that coefficients were fitted to; a kernel that takes over twice as long counts as twice.
@@ -700,10 +700,10 @@ def test_choices_for_less_shared_memory_are_close_to_the_best() -> None:
 
 
 @needs_sm90
-@pytest.mark.parametrize("gpu", ["H100", "H200"])
-def test_auto_takes_the_faster_of_sparse_and_dense(gpu: str) -> None:
+@pytest.mark.parametrize(("gpu", "run"), [("H100", "kernels_second"), ("H200", "kernels_all")])
+def test_auto_takes_the_faster_of_sparse_and_dense(gpu: str, run: str) -> None:
     """Measured times are apart by a quarter; dense is with writing W out, or copying its blocks."""
-    document = stored.document(RESULTS / f"{gpu.lower()}_fit.json.gz#kernels_second")
+    document = stored.document(RESULTS / f"{gpu.lower()}_fit.json.gz#{run}")
     device = Device.find(gpu).info()
     numbers = {kernel.name: number for number, kernel in enumerate(KERNELS)}
     clear, wrong = 0, 0
