@@ -3,17 +3,18 @@
 // Operands: as in dds_8bit and dds; of 16 bits all activations are row-major.
 // CTA: tiles of one block row, 128 tokens x 128 features or 256 x 64, which go to the two warpgroups in turn:
 // while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
-// features at a time. No block rows are united: a step has 128 bytes of k of one, two blocks of 64 x 64 in
-// 8 bits.
+// features at a time, or 64 tokens. No block rows are united: a step has 128 bytes of k of one, two blocks of
+// 64 x 64 in 8 bits.
 // Tiles of 192 tokens x 128 features, which load less, are for int8 and plain results.
 // Cluster of 2: different tokens, which share the weight by multicast.
 // Warps: 1 or 2 load, 1 schedules, 8 multiply and store; 1 reads ahead all of a tile but its operands.
 // CTAs are persistent.
 // Sums: of 16 bits, and int32, exact, of int8: one warpgroup at a time keeps the tensor cores busy, from one
 // ring of stages for both. Likewise those of float8 in blocks of 64, which are carried over now and then. In
-// blocks of 128 they are of 128 k, times the scales inside of the sums if there are any, and added to float32
-// registers, for which those of 64 x 128 leave room. Meanwhile the other warpgroup multiplies, from a ring of
-// its own.
+// blocks of 128 they are of 128 k and added to float32 registers, for which those of 64 x 128 leave room.
+// Meanwhile the other warpgroup multiplies, from a ring of its own.
+// Scales inside of the sums multiply what is added. Tokens are the rows of wgmma then: a thread has sums of
+// few tokens, and reads their factors while they are multiplied. The warps that load write factors ahead.
 // Chosen where its estimate is least.
 #pragma once
 
