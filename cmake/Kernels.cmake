@@ -1,13 +1,16 @@
 # Every paragraph of cuda/<folder>/tiles.def becomes one translation unit, named after its first row, and every folder
 # and row one line of the generated tilesparse_kernels.inc that the registry includes. Rows that share a translation unit
 # share the time to parse CUTLASS, which takes longer than most kernels do, and are compressed together: what is alike but
-# for float16 or bfloat16 takes half of the room.
+# for float16 or bfloat16 takes half of the room. Units take up to two minutes, and the long ones stand first, so that
+# no core waits long for another.
 
-# Reads the rows TS_TILE(name, kernel, argument, ...) of a folder, without comments; a blank line becomes the element "-".
+# Reads the rows TS_TILE(name, kernel, argument, ...) of a folder, without comments and the lines that hold nothing else;
+# a blank line becomes the element "-".
 function(read_rows folder result)
   set(file ${PROJECT_SOURCE_DIR}/cuda/${folder}/tiles.def)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
   file(READ ${file} text)
+  string(REGEX REPLACE "\n[ \t]*//[^\n]*" "" text "\n${text}")
   string(REGEX REPLACE "[ \t\r]*//[^\n]*" "" text "${text}")
   string(REGEX REPLACE "\n[ \t\r]*\n" "\n-\n" text "${text}")
   string(REGEX REPLACE "[ \t\r]*\n[ \t]*" ";" rows "${text}")
@@ -92,16 +95,15 @@ function(add_architecture architecture)
     string(APPEND registry "TS_KERNEL(sm${number}, ${name})\n")
     if(NOT unit)
       set(unit ${name})
-      set(unit_header ${header})
-      list(PREPEND sources ${unit}) # the kernels that take longest stand last, and are to be compiled first
-      set(content_${unit} "#include \"${header}\"\n\n")
-    elseif(NOT header STREQUAL unit_header)
-      message(FATAL_ERROR "cuda/${folder}/tiles.def: rows of ${unit_header} and ${header} need a blank line between them")
+      list(APPEND sources ${unit})
     endif()
+    list(APPEND headers_${unit} "#include \"${header}\"")
     string(APPEND content_${unit} "${instance}\n")
   endforeach()
   foreach(unit IN LISTS sources)
-    file(CONFIGURE OUTPUT generated/${folder}/${unit}.cu CONTENT "${content_${unit}}" @ONLY)
+    list(REMOVE_DUPLICATES headers_${unit})
+    list(JOIN headers_${unit} "\n" headers)
+    file(CONFIGURE OUTPUT generated/${folder}/${unit}.cu CONTENT "${headers}\n\n${content_${unit}}" @ONLY)
   endforeach()
   list(TRANSFORM sources PREPEND ${PROJECT_BINARY_DIR}/generated/${folder}/)
   list(TRANSFORM sources APPEND .cu)
@@ -122,15 +124,18 @@ function(add_architecture architecture)
   add_objects(${folder} "${code}" ${sources})
 endfunction()
 
-# Compiles the sources of a folder that are the same code for every architecture, and links them into tilesparse.
-function(add_common folder)
+# Compiles sources that are the same code for every architecture as one translation unit, and links it into tilesparse.
+function(add_common name)
   string(REGEX REPLACE "([0-9]+)a" "\\1-real" code "${TILESPARSE_ARCHITECTURES}")
   list(APPEND code ${native_code})
   list(REMOVE_DUPLICATES code)
-  list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/cuda/${folder}/)
-  add_objects(${folder} "${code}" ${ARGN})
+  list(TRANSFORM ARGN REPLACE "(.+)" "#include \"\\1\"" OUTPUT_VARIABLE content)
+  list(JOIN content "\n" content)
+  set(unit ${PROJECT_BINARY_DIR}/generated/${name}.cu)
+  file(CONFIGURE OUTPUT ${unit} CONTENT "${content}\n" @ONLY)
+  add_objects(${name} "${code}" ${unit})
   if("90-real" IN_LIST code)
-    target_compile_definitions(tilesparse_${folder} PRIVATE TILESPARSE_NATIVE_90)
+    target_compile_definitions(tilesparse_${name} PRIVATE TILESPARSE_NATIVE_90)
   endif()
 endfunction()
 
@@ -179,9 +184,9 @@ if(TILESPARSE_CUDA)
   foreach(architecture IN LISTS TILESPARSE_ARCHITECTURES)
     add_architecture(${architecture})
   endforeach()
-  add_common(plans plans.cu)
-  add_common(values values.cu)
-  add_common(elementwise combine.cu gate.cu group_sums.cu groups.cu quantize.cu skip.cu sums.cu)
+  add_common(elementwise elementwise/combine.cu elementwise/gate.cu elementwise/group_sums.cu elementwise/groups.cu
+             elementwise/quantize.cu elementwise/skip.cu elementwise/sums.cu values/values.cu)
+  add_common(plans plans/plans.cu)
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static
