@@ -4,17 +4,16 @@
 // CTA: tiles of one block row, 128 tokens x 128 features or 256 x 64, which go to the two warpgroups in turn:
 // while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
 // features at a time, or 64 tokens. No block rows are united: a step has 128 bytes of k of one, two blocks of
-// 64 x 64 in 8 bits.
-// Tiles of 192 tokens x 128 features, which load less, are for int8 and plain results.
+// 64 x 64 in 8 bits. Tiles of 192 tokens x 128 features, which load less, are for int8 and plain results.
 // Cluster of 2: different tokens, which share the weight by multicast.
 // Warps: 1 or 2 load, 1 schedules, 8 multiply and store; 1 reads ahead all of a tile but its operands.
 // CTAs are persistent.
 // Sums: of 16 bits, and int32, exact, of int8: one warpgroup at a time keeps the tensor cores busy, from one
 // ring of stages for both. Likewise those of float8 in blocks of 64, which are carried over now and then. In
-// blocks of 128 they are of 128 k and added to float32 registers, for which those of 64 x 128 leave room.
-// Meanwhile the other warpgroup multiplies, from a ring of its own.
-// Scales inside of the sums multiply what is added. Tokens are the rows of wgmma then: a thread has sums of
-// few tokens, and reads their factors while they are multiplied. The warps that load write factors ahead.
+// blocks of 128 they are of 128 k and added to float32 registers, for which those of 64 tokens x 128 features
+// leave room. Meanwhile the other warpgroup multiplies, from a ring of its own. Tokens are the rows of wgmma
+// then: a thread has sums of few tokens. It reads their scales inside of the sums while these are multiplied;
+// the warps that load write them ahead.
 // Chosen where its estimate is least.
 #pragma once
 
@@ -379,8 +378,11 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 if constexpr (!kPromotes) skip(work.steps);
                 continue;
             }
-            [[maybe_unused]] EndScales scales;
-            if constexpr (Traits::kScales) scales = read_end_scales(work);
+            [[maybe_unused]] std::conditional_t<kPromotes, RowScales, EndScales> scales;
+            if constexpr (Traits::kScales && kPromotes)
+                scales = read_row_scales(work);
+            else if constexpr (Traits::kScales)
+                scales = read_end_scales(work);
             const int row = __ldg(plan_.rows + work.tile);
             if constexpr (kPromotes)
                 clear(sums);
@@ -400,17 +402,19 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                     if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
             if (lacks_tokens) continue;
-            if constexpr (Traits::kScales) scale(sums, scales);
+            if constexpr (Traits::kScales && !kPromotes) scale(sums, scales);
             // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
             asm volatile("" : "+r"(thread));
             if constexpr (kHalved) {
                 finish(sums, work, row, thread, residual_parity & 1);
-            } else if constexpr (Traits::kScaled) {
+            } else if constexpr (kPromotes) {
+                [[maybe_unused]] FeatureScales of_features;
+                if constexpr (Traits::kScales) of_features = read_feature_scales(row);
                 const auto store = [&](auto plain) {
                     each_half([&](int half) {
-                        finish_tokens<plain()>(sums[half], half, row, Traits::first_token(work, rank_),
-                                               thread, residual_parity & 1);
+                        if constexpr (Traits::kScales) scale(sums[half], scales.tokens[half], of_features);
+                        finish_tokens<plain()>(sums[half], half, work, row, thread, residual_parity & 1);
                     });
                 };
                 if (Epilogue::is_plain(arguments_))
@@ -485,9 +489,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ void multiply(Sums& sums, int first, int count) {
         for (int step = 0; step < count; ++step) {
             shared_.weight_ring[ring_].wait_full(position_);
-            if constexpr (Traits::kScaled)
-                promote_scaled(sums);
-            else if constexpr (kPromotes)
+            if constexpr (kPromotes)
                 promote(sums);
             else
                 keep(sums, first + step > 0);
@@ -539,39 +541,29 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         multiplied_ = -1;
     }
 
-    // One half after the other, in the same registers.
+    // Half of the tokens after the other, in the same registers. These are the rows of the products: a thread
+    // has two of 64, and their factors at hand if there are scales inside of the sums.
     __device__ void promote(Sums& sums) {
         Half products;
+        [[maybe_unused]] float2 factors[2];
         each_half([&](int half) {
             cute::warpgroup_arrive();
-            start(products, half, false);
+            start_tokens(products, half);
             cute::warpgroup_commit_batch();
-            cute::warpgroup_wait<0>();
-            if (half == Traits::kFeatureHalves - 1) release(position_.stage);
-#pragma unroll
-            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] += products[i];
-        });
-    }
-
-    // The same with scales inside of the sums, half of the tokens after the other. These are the rows of the
-    // products: a thread has two of 64, and their factors at hand.
-    __device__ void promote_scaled(Sums& sums) {
-        Half products;
-        float2 factors[2];
-        each_half([&](int half) {
-            cute::warpgroup_arrive();
-            start_scaled(products, half);
-            cute::warpgroup_commit_batch();
-            if (half == 0) read_factors(factors);
+            if constexpr (Traits::kScaled)
+                if (half == 0) read_factors(factors);
             cute::warpgroup_wait<0>();
             if (half == 1) release(position_.stage);
 #pragma unroll
             for (int i = 0; i < Traits::kSums; ++i)
-                sums[half][i] =
-                    fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y, sums[half][i]);
+                if constexpr (Traits::kScaled)
+                    sums[half][i] =
+                        fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y, sums[half][i]);
+                else
+                    sums[half][i] += products[i];
         });
     }
-    __device__ void start_scaled(Half& products, int half) const {
+    __device__ void start_tokens(Half& products, int half) const {
         const char* const input = shared_.input[ring_][position_.stage] + half * (Traits::kInputBytes / 2);
         const uint32_t tokens = operand_address(input);
         const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][0]);
@@ -595,19 +587,21 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
 
     // The end of half of the tokens of a tile, which are rows of sums. Each of two warps stores 64 features.
     template <bool kPlain>
-    __device__ void finish_tokens(Half& sums, int half, int row, int token, int thread,
+    __device__ void finish_tokens(Half& sums, int half, const Work& work, int row, int thread,
                                   uint32_t parity) const {
         using Result = typename Traits::Result;
-        const bool row_major = kPlain || arguments_.output_layout == Layout::row_major;
+        const bool row_major = kPlain || kGrouped || arguments_.output_layout == Layout::row_major;
         const int warp = thread / kWarpSize, lane = thread % kWarpSize, feature = row * kRows;
         const int barrier = 1 + Traits::kFeatureHalves * warpgroup_;
         auto& buffers = shared_.output[warpgroup_][0];
         const auto& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half];
         const bool has_residual = !kPlain && arguments_.has_residual;
-        token += Traits::kTileTokens / 2 * half;
+        const int token = Traits::first_token(work, rank_) + Traits::kTileTokens / 2 * half;
+        int first = feature;  // of those of its weight
+        if constexpr (kGrouped) first -= work.group * arguments_.group_rows * kRows;
         const auto own_chunk = [&](auto visit) {
             if (lane > 0 || warp >= Traits::kChunks) return;
-            const int x = feature + Traits::kWarpgroupFeatures * warp;
+            const int x = first + Traits::kWarpgroupFeatures * warp;
             visit(row_major ? x : token, row_major ? token : x);
         };
         own_chunk([&](int x, int y) {
@@ -654,7 +648,13 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         cutlass::arch::fence_view_async_shared();
         cutlass::arch::NamedBarrier::sync(128, barrier);
         own_chunk([&](int x, int y) {
-            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], x, y);
+            if constexpr (kGrouped) {
+                if (y >= work.end) return;
+                store_range_box(&arguments_.output, buffers[warp], x, y,
+                                min(work.end - y, Traits::kChunkTokens));
+            } else {
+                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], x, y);
+            }
             cute::tma_store_arrive();
         });
     }
@@ -782,6 +782,42 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                         __fmul_rn(__fmul_rn(static_cast<float>(sums[half][i + j]), of_token), of_feature);
                 }
             }
+        }
+    }
+
+    // The same where tokens are the rows of sums, two of each half. Those of features are read when there are
+    // no products any more, which leave no registers for them.
+    struct RowScales {
+        float2 tokens[2];
+    };
+    __device__ RowScales read_row_scales(const Work& work) const {
+        RowScales scales;
+        const int first = Traits::first_token(work, rank_) + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+        const auto of = [&](int token) {
+            return token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            scales.tokens[half] = {of(first + 64 * half), of(first + 64 * half + 8)};
+        return scales;
+    }
+    struct FeatureScales {
+        float2 of[Traits::kSums / 4];  // of two in each eight
+    };
+    __device__ FeatureScales read_feature_scales(int row) const {
+        FeatureScales scales;
+        const float* const first = arguments_.scales + row * kRows + lane_ % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < Traits::kSums / 4; ++i)
+            scales.of[i] = {__ldg(first + 8 * i), __ldg(first + 8 * i + 1)};
+        return scales;
+    }
+    __device__ static void scale(Half& sums, float2 of_tokens, const FeatureScales& scales) {
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; ++i) {
+            const float2 of_features = scales.of[i / 4];
+            sums[i] = __fmul_rn(__fmul_rn(sums[i], i / 2 % 2 == 0 ? of_tokens.x : of_tokens.y),
+                                i % 2 == 0 ? of_features.x : of_features.y);
         }
     }
 
