@@ -117,6 +117,15 @@ std::string tile_name(int32_t rows, int32_t columns) {
 // the kernel that is chosen there is 2 % slower than the fastest at most, in 22 products of blocks of 64 and
 // 128.
 constexpr double kNotCarried = .84;
+// Where fast sums have a kernel of their own, beside one that promotes sums: .85 to .94 in blocks of 128.
+constexpr double kNotPromoted = .9;
+
+double fast_factor(const Kernel& kernel) {
+    if (kernel.accumulation == Accumulation::carried) return kNotCarried;
+    const bool has_own =
+        kernel.accumulation == Accumulation::promoted && kernel.instructions == Instructions::wgmma;
+    return has_own ? kNotPromoted : 1;
+}
 
 // Not less than the machine needs. Kernels that it limits keep their order.
 double within_limits(double time, double products, double bytes) {
@@ -169,8 +178,7 @@ std::string dequantize_family(const Problem& problem) {
 double estimate(const Kernel& kernel, const Problem& problem, const Device& device) {
     const std::string family = family_of(kernel, problem);
     double time = sum(coefficients_of(device, family, problem), features_of(kernel, problem, device));
-    if (kernel.accumulation == Accumulation::carried && problem.precision == Precision::fast)
-        time *= kNotCarried;
+    if (is_quantized(problem.input_dtype) && problem.precision == Precision::fast) time *= fast_factor(kernel);
     const Machine machine = machine_of(device);
     // Values of groups without tokens need not be read.
     const double bytes = problem.grouped() ? activation_bytes(problem) : moved_bytes(problem);

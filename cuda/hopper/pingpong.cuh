@@ -937,9 +937,11 @@ struct PingPong : Dds<kOp, Math, 2, 1, kTokens, HalvedWeight<Math, kRows, kToken
     static constexpr Kernel row(const char* name) {
         Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
-        if constexpr (kIsFloat8 && kRows == 128) row.launch = launch;
-        // Sums that are carried over in blocks of 64 take no longer than fast ones.
-        if (kIsFloat8 && kRows == 64) row.accumulation = Accumulation::promoted;
+        if constexpr (kIsFloat8) {
+            if constexpr (kRows == 128) row.launch = launch;
+            // Sums that are carried over in blocks of 64 take no longer than fast ones.
+            row.accumulation = kRows == 128 ? Accumulation::promoted : Accumulation::kept;
+        }
         return row;
     }
 };
