@@ -178,7 +178,8 @@ std::string dequantize_family(const Problem& problem) {
 double estimate(const Kernel& kernel, const Problem& problem, const Device& device) {
     const std::string family = family_of(kernel, problem);
     double time = sum(coefficients_of(device, family, problem), features_of(kernel, problem, device));
-    if (is_quantized(problem.input_dtype) && problem.precision == Precision::fast) time *= fast_factor(kernel);
+    if (is_quantized(problem.input_dtype) && problem.precision == Precision::fast)
+        time *= fast_factor(kernel);
     const Machine machine = machine_of(device);
     // Values of groups without tokens need not be read.
     const double bytes = problem.grouped() ? activation_bytes(problem) : moved_bytes(problem);
