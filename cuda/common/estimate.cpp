@@ -103,8 +103,12 @@ std::string number_format(const Kernel& kernel, const Problem& problem) {
     if (kernel.covers(DType::int8)) return "_int8";
     if (!kernel.covers(DType::float8_e4m3fn)) return "";
     if (kernel.accumulation == Accumulation::scaled) return "_float8_scaled";
-    const bool carries = kernel.accumulation == Accumulation::carried;
-    return std::string(carries && problem.precision == Precision::fast ? kFast8 : kFloat8);
+    // Sums that are carried over may stay with the tensor cores, and promoted ones have another kernel
+    // beside.
+    const bool differs =
+        kernel.accumulation == Accumulation::carried ||
+        (kernel.accumulation == Accumulation::promoted && kernel.instructions == Instructions::wgmma);
+    return std::string(differs && problem.precision == Precision::fast ? kFast8 : kFloat8);
 }
 
 std::string tile_name(int32_t rows, int32_t columns) {

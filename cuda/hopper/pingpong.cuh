@@ -1065,13 +1065,32 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
     int multiplied_ = -1;  // stage of the products under way
 };
 
+// Sums of float8 that stay with the tensor cores.
+template <class Math>
+using FastFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, typename Math::Result>, Float8Products,
+                         Math::kPrecision>;
+
 template <Op kOp, class Math, int kRows, int kTokens, bool kGrouped = false>
 struct PingPong : Dds<kOp, Math, 2, 1, kTokens, HalvedWeight<Math, kRows, kTokens, kOp>, kGrouped> {
+    static constexpr bool kIsFloat8 = Math::kAccumulation == Accumulation::carried;
+
+    // Fast sums in blocks of 128 have a kernel of their own, whose warpgroups take turns.
+    static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
+                          void* workspace, void* stream) {
+        using Fast = Dds<kOp, FastFloat8<Math>, 2, 1, kTokens,
+                         HalvedWeight<FastFloat8<Math>, kRows, kTokens, kOp>, kGrouped>;
+        const auto start = problem.precision == Precision::fast ? Fast::launch : PingPong::Dds::launch;
+        return start(problem, device, decision, workspace, stream);
+    }
+
     static constexpr Kernel row(const char* name) {
         Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
-        // Sums that are carried over in blocks of 64 take no longer than fast ones, either.
-        if (Math::kAccumulation == Accumulation::carried) row.accumulation = Accumulation::promoted;
+        if constexpr (kIsFloat8) {
+            if constexpr (kRows == 128) row.launch = launch;
+            // Sums that are carried over in blocks of 64 take no longer than fast ones.
+            row.accumulation = kRows == 128 ? Accumulation::promoted : Accumulation::kept;
+        }
         return row;
     }
 };
