@@ -391,8 +391,11 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             const bool lacks_tokens = Traits::lacks_tokens(work, rank_);
             if (lacks_tokens) pass_over(work.steps);
             if constexpr (kCarries) begin_carrying(work);
-            for (int first = 0; !lacks_tokens && first < work.steps; first += kWarpSize)
-                multiply(sums, first, min(kWarpSize, work.steps - first));
+            // The end of a tile of plain results begins with its last step, see finish_scaled().
+            const bool is_plain = Traits::kScaled && Epilogue::is_plain(arguments_);
+            const int steps = is_plain ? work.steps - 1 : work.steps;
+            for (int first = 0; !lacks_tokens && first < steps; first += kWarpSize)
+                multiply(sums, first, min(kWarpSize, steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
                 cute::warpgroup_wait<0>();
@@ -408,12 +411,13 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             asm volatile("" : "+r"(thread));
             if constexpr (kHalved) {
                 finish(sums, work, row, thread, residual_parity & 1);
+            } else if constexpr (Traits::kScaled) {
+                finish_scaled(sums, work, row, thread, residual_parity & 1, is_plain);
             } else if constexpr (kPromotes) {
-                [[maybe_unused]] FeatureScales of_features;
-                if constexpr (Traits::kScales) of_features = read_feature_scales(row);
+                const FeatureScales of_features = read_feature_scales(row);
                 const auto store = [&](auto plain) {
                     each_half([&](int half) {
-                        if constexpr (Traits::kScales) scale(sums[half], scales.tokens[half], of_features);
+                        scale(sums[half], scales.tokens[half], of_features);
                         finish_tokens<plain()>(sums[half], half, work, row, thread, residual_parity & 1);
                     });
                 };
@@ -490,7 +494,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         for (int step = 0; step < count; ++step) {
             shared_.weight_ring[ring_].wait_full(position_);
             if constexpr (kPromotes)
-                promote(sums);
+                promote(sums, [] {});
             else
                 keep(sums, first + step > 0);
             position_.advance();
@@ -542,8 +546,10 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     }
 
     // Half of the tokens after the other, in the same registers. These are the rows of the products: a thread
-    // has two of 64, and their factors at hand if there are scales inside of the sums.
-    __device__ void promote(Sums& sums) {
+    // has two of 64, and their factors at hand if there are scales inside of the sums. `meanwhile`: what is
+    // done with the first half while the other one is multiplied.
+    template <class Meanwhile>
+    __device__ void promote(Sums& sums, Meanwhile meanwhile) {
         Half products;
         [[maybe_unused]] float2 factors[2];
         each_half([&](int half) {
@@ -552,6 +558,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             cute::warpgroup_commit_batch();
             if constexpr (Traits::kScaled)
                 if (half == 0) read_factors(factors);
+            if (half == 1) meanwhile();
             cute::warpgroup_wait<0>();
             if (half == 1) release(position_.stage);
 #pragma unroll
@@ -583,6 +590,25 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         __syncwarp();
         if (lane_ == 0) ring.empty[factors_.stage].arrive();
         factors_.advance();
+    }
+
+    // The end of a tile with scales inside of the sums. Plain results: of the first half of the tokens while
+    // the other one's last products are under way.
+    __device__ void finish_scaled(Sums& sums, const Work& work, int row, int thread, uint32_t parity,
+                                  bool is_plain) {
+        const auto finish = [&](auto plain, int half) {
+            finish_tokens<plain()>(sums[half], half, work, row, thread, parity);
+        };
+        if (!is_plain) return each_half([&](int half) { finish(std::false_type{}, half); });
+        const auto finish_first = [&] { finish(std::true_type{}, 0); };
+        if (work.steps > 0) {
+            shared_.weight_ring[ring_].wait_full(position_);
+            promote(sums, finish_first);
+            position_.advance();
+        } else {
+            finish_first();
+        }
+        finish(std::true_type{}, 1);
     }
 
     // The end of half of the tokens of a tile, which are rows of sums. Each of two warps stores 64 features.
