@@ -25,8 +25,8 @@ namespace ts::sm90 {
 
 // `kRows`: of a block. Each CTA of a cluster loads half of them for both.
 template <class Math, int kRows, int kTokens, Op kOp>
-struct HalvedWeight : GroupedWeight<kOp, Math> {
-    using Base = GroupedWeight<kOp, Math>;
+struct HalvedWeight : GroupedWeight<kOp, Math, kRows == 64> {
+    using Base = GroupedWeight<kOp, Math, kRows == 64>;
     static constexpr bool kAlongK = true;
     // Sums of 192 x 128 leave no registers for more than scaling and rounding.
     static constexpr bool kPlain = kTokens == 192;
@@ -48,6 +48,7 @@ struct HalvedWeight : GroupedWeight<kOp, Math> {
         if (Math::kAccumulation == Accumulation::scaled)
             arguments.group_rows = static_cast<int>(problem.x_scales_ld);
         if constexpr (Base::kTransposed) return Base::map(arguments, problem);
+        if constexpr (Base::kPairsRows) return Base::map_rows(arguments, problem, kRows / 2);
         const int width = std::min<int>(arguments.k_block, Base::kStep);
         const int64_t columns = problem.pattern.block_cols;
         return encode(arguments.values, Math::kMapType, problem.values.data,
@@ -63,6 +64,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     static constexpr int kTileFeatures = kRows;
     static constexpr int kFeatureHalves = kRows / Weight::kFeatures;
     static constexpr int kChunks = Weight::kPlain ? 4 : Base::kAllChunks;
+    static constexpr bool kPairsRows = Weight::kPairsRows;
     static constexpr bool kScales = is_quantized(Math::kInput) && !Base::kScaled;  // outside of the sums
     // Sums of 64 x 128 leave room for those of a step.
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
@@ -630,10 +632,11 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         const int row = __ldg(plan_.rows + work.tile);
         const float* const first =
             arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+        const int second = to_second<Traits::kPairsRows>(arguments_, lane_ / 4);
 #pragma unroll
         for (int half = 0; half < Traits::kFeatureHalves; ++half) {
             const float* const of = first + half * Traits::kWarpgroupFeatures;
-            scales.features[half] = {__ldg(of), __ldg(of + 8)};
+            scales.features[half] = {__ldg(of), __ldg(of + second)};
         }
         return scales;
     }
