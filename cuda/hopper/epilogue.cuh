@@ -63,6 +63,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
     static constexpr bool kGrouped = kGrouped_;
     static constexpr bool kScaled = Math::kAccumulation == Accumulation::scaled;
     static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
+    static constexpr bool kPairsRows = Weight::kPairsRows;
     // Tiles of which a group has no more than half the tokens load and multiply half as many.
     static constexpr bool kHalves = kGrouped && kTileTokens > 64;
     static constexpr int kBoxTokens = kHalves ? kTileTokens / 2 : kTileTokens;  // loaded at a time
@@ -173,16 +174,29 @@ __device__ inline uint32_t swizzled(uint32_t offset, uint32_t line) {
     return offset ^ (offset / kLine & line / 16 - 1) * 16;
 }
 
+// A thread has sums of a feature and of the one 8 on, or of the neighbour of that where rows are exchanged
+// (see ByteWeight): 1 then, else 0.
+template <bool kPairsRows>
+__device__ int neighbour(const DdsArguments& arguments) {
+    return kPairsRows ? arguments.exchange / 4 : 0;
+}
+// The distance of the second feature from the first one.
+template <bool kPairsRows>
+__device__ int to_second(const DdsArguments& arguments, int feature) {
+    return 8 + (feature ^ neighbour<kPairsRows>(arguments)) - feature;
+}
+
 // Results of 16 bits, in matrices of 8 x 8.
-template <class Result>
+template <class Result, bool kPairsRows = false>
 class HalfStaging {
     static constexpr int kTokens = 64;
 
   public:
     __device__ HalfStaging(const DdsArguments& arguments, int thread)
-        : row_width_(arguments.row_width), place_(place(arguments, thread)) {}
+        : arguments_(arguments), row_width_(arguments.row_width), place_(place(arguments, thread)) {}
     // For 64 x 64 sums whose rows are tokens: lines of a buffer, or its columns. Below these are features.
-    __device__ HalfStaging(int thread, bool row_major) : row_width_(kTokens) {
+    __device__ HalfStaging(const DdsArguments& arguments, int thread, bool row_major)
+        : arguments_(arguments), row_width_(kTokens) {
         const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
         const int row = 16 * warp + matrix % 2 * 8, column = matrix / 2 * 8;
         place_ = row_major ? swizzled((row + lane % 8) * kLine + column * 2, kLine)
@@ -197,6 +211,7 @@ class HalfStaging {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 words[j] = rounded<Result>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
+            exchange<kRowMajor>(words);
             using Copy = std::conditional_t<kRowMajor, cute::SM90_U16x8_STSM_T, cute::SM90_U32x4_STSM_N>;
             Copy::copy(words[0], words[1], words[2], words[3], line_of<kRowMajor>(buffer, i));
         }
@@ -209,6 +224,7 @@ class HalfStaging {
             uint32_t words[4];
             using Copy = std::conditional_t<kRowMajor, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
             Copy::copy(line_of<kRowMajor>(buffer, i), words[0], words[1], words[2], words[3]);
+            exchange<kRowMajor>(words);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const auto& pair = reinterpret_cast<const Pair<Result>&>(words[j]);
@@ -229,12 +245,21 @@ class HalfStaging {
     }
 
   private:
+    // Row-major, features are columns of matrices: a thread gets the words of its own second feature, or
+    // gives them back. Else they are lines, and each lane has that of its own.
+    template <bool kRowMajor>
+    __device__ void exchange(uint32_t (&words)[4]) const {
+        if constexpr (kPairsRows && kRowMajor)
+            for (int i = 1; i < 4; i += 2) words[i] = __shfl_xor_sync(~0u, words[i], arguments_.exchange);
+    }
+
     // Address of this lane's line of the first four matrices.
     __device__ static uint32_t place(const DdsArguments& arguments, int thread) {
         const int warp = thread / 32, lane = thread % 32, matrix = lane / 8;
         const int feature = 16 * warp + matrix % 2 * 8, token = matrix / 2 * 8;
+        const int within = lane % 8 ^ neighbour<kPairsRows>(arguments) * (matrix % 2);
         if (arguments.output_layout == Layout::column_major)
-            return swizzled((feature + lane % 8) * kLine + token * 2, kLine);
+            return swizzled((feature + within) * kLine + token * 2, kLine);
         const int width = arguments.row_width;
         return swizzled((feature / width * kTokens + token + lane % 8) * 2 * width + feature % width * 2,
                         2 * width);
@@ -247,6 +272,7 @@ class HalfStaging {
         return *reinterpret_cast<cute::uint128_t*>(buffer + offset);
     }
 
+    const DdsArguments& arguments_;
     int row_width_;
     uint32_t place_;
 };
@@ -256,12 +282,17 @@ __host__ __device__ constexpr int float_width(int row_width) { return row_width 
 
 // Results of 32 bits, word by word: as the sums of a thread are, without conflicts of banks in row-major
 // boxes of 32 features.
+template <bool kPairsRows>
 class FloatStaging {
     static constexpr int kTokens = 32;
 
   public:
     __device__ FloatStaging(const DdsArguments& arguments, int thread)
-        : thread_(thread), line_(4 * float_width(arguments.row_width)), place_(place(arguments, thread)) {}
+        : thread_(thread),
+          line_(4 * float_width(arguments.row_width)),
+          place_(place(arguments, thread)),
+          neighbour_(neighbour<kPairsRows>(arguments) *
+                     (arguments.output_layout == Layout::column_major ? kLine + 16 : 4)) {}
 
     template <bool kRowMajor>
     __device__ void put(const float* sums, char* buffer) const {
@@ -311,14 +342,16 @@ class FloatStaging {
     __device__ float& word_of(char* buffer, int i) const {
         const int eight = i / 4, feature = i / 2 % 2, token = i % 2;
         const uint32_t next_token = line_ == kLine ? kLine + 16 : line_;  // where swizzles differ
-        const uint32_t offset = kRowMajor ? (place_ ^ feature * 32 ^ token * next_token) + eight * 8 * line_
-                                          : (place_ ^ eight * 32) + feature * 8 * kLine + token * 4;
+        const uint32_t place = place_ ^ feature * neighbour_;
+        const uint32_t offset = kRowMajor ? (place ^ feature * 32 ^ token * next_token) + eight * 8 * line_
+                                          : (place ^ eight * 32) + feature * 8 * kLine + token * 4;
         return *reinterpret_cast<float*>(buffer + offset);
     }
 
     int thread_;
     uint32_t line_;  // bytes of a token in a box
     uint32_t place_;
+    uint32_t neighbour_;  // by how much the places of second features differ
 };
 
 // How the sums of a dds kernel become results.
@@ -332,7 +365,8 @@ class DdsEpilogue {
     using Result = typename Traits::Result;
     static constexpr bool kFloat = sizeof(Result) == 4;
     static constexpr bool kScales = is_quantized(Traits::Math::kInput) && !Traits::kScaled;
-    using Staging = std::conditional_t<kFloat, FloatStaging, HalfStaging<Result>>;
+    using Staging =
+        std::conditional_t<kFloat, FloatStaging<Traits::kPairsRows>, HalfStaging<Result, Traits::kPairsRows>>;
     static constexpr int kSums = Traits::kSums;
 
   public:
@@ -380,11 +414,13 @@ class DdsEpilogue {
     __device__ void read_bias() {
         const int first = max(output_feature(next_warp_row_, kWarpFeatures * warp()), 0);
         const int feature = first + thread_ % 32 / 4;
-        if constexpr (kScales) next_scales_ = {arguments_.scales[feature], arguments_.scales[feature + 8]};
+        const int second = to_second<Traits::kPairsRows>(arguments_, feature);
+        if constexpr (kScales)
+            next_scales_ = {arguments_.scales[feature], arguments_.scales[feature + second]};
         if (arguments_.bias == nullptr) return;
         const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature;
         next_bias_[0] = bias[0];
-        next_bias_[1] = bias[8];
+        next_bias_[1] = bias[second];
     }
 
     // Called before begin() of a grouped product's tile.

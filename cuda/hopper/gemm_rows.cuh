@@ -326,9 +326,9 @@ struct CompressedBytes
     }
 };
 
-template <Op kOp, class Math>
+template <Op kOp, class Math, bool kPairsRows = true>
 using GroupedWeight =
-    std::conditional_t<is_quantized(Math::kInput), ByteWeight<Math>, DenseWeight<kOp, Math>>;
+    std::conditional_t<is_quantized(Math::kInput), ByteWeight<Math, kPairsRows>, DenseWeight<kOp, Math>>;
 
 }  // namespace ts::sm90
 

@@ -118,7 +118,8 @@ struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
     using Input = typename Math::Input;
     using Accumulator = typename Math::Accumulator;
     using Result = typename Math::Result;
-    using Weight = Weight_;  // its format
+    using Weight = Weight_;                    // its format
+    static constexpr bool kPairsRows = false;  // see ByteWeight
     static constexpr int kBlock = Weight::kBlock;
     using Ranks::kRowRanks, Ranks::kTileTokens;
 

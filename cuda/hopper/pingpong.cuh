@@ -25,8 +25,8 @@ namespace ts::sm90 {
 
 // `kRows`: of a block. Each CTA of a cluster loads half of them for both.
 template <class Math, int kRows, int kTokens, Op kOp>
-struct HalvedWeight : GroupedWeight<kOp, Math> {
-    using Base = GroupedWeight<kOp, Math>;
+struct HalvedWeight : GroupedWeight<kOp, Math, kRows == 64> {
+    using Base = GroupedWeight<kOp, Math, kRows == 64>;
     static constexpr bool kAlongK = true;
     // Sums of 192 x 128 leave no registers for more than scaling and rounding.
     static constexpr bool kPlain = kTokens == 192;
@@ -48,6 +48,7 @@ struct HalvedWeight : GroupedWeight<kOp, Math> {
         if (Math::kAccumulation == Accumulation::scaled)
             arguments.group_rows = static_cast<int>(problem.x_scales_ld);
         if constexpr (Base::kTransposed) return Base::map(arguments, problem);
+        if constexpr (Base::kPairsRows) return Base::map_rows(arguments, problem, kRows / 2);
         const int width = std::min<int>(arguments.k_block, Base::kStep);
         const int64_t columns = problem.pattern.block_cols;
         return encode(arguments.values, Math::kMapType, problem.values.data,
@@ -63,6 +64,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     static constexpr int kTileFeatures = kRows;
     static constexpr int kFeatureHalves = kRows / Weight::kFeatures;
     static constexpr int kChunks = Weight::kPlain ? 4 : Base::kAllChunks;
+    static constexpr bool kPairsRows = Weight::kPairsRows;
     static constexpr bool kScales = is_quantized(Math::kInput) && !Base::kScaled;  // outside of the sums
     // Sums of 64 x 128 leave room for those of a step.
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
@@ -154,6 +156,9 @@ template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped>
 struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     using Traits = PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>;
     using Weight = typename Traits::Weight;
+    using Work = typename Traits::Work;
+    using Queued = typename Ring<Traits::Schedule::kQueue>::Position;
+    using Position = typename Ring<Traits::kStages>::Position;
 
     const DdsArguments& arguments;
     typename Traits::Shared& shared;
@@ -165,10 +170,10 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     // One warp: reads the plan of a tile and what its end needs, which then are in L1.
     template <bool>
     __device__ void load_input() const {
-        typename Ring<Traits::Schedule::kQueue>::Position next;
+        Queued next;
         const int pieces = kRows == 128 ? 1 : plan.pieces;
         while (true) {
-            const typename Traits::Work work = shared.schedule.pop(next, lane);
+            const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             // All are asked for before one is waited for.
             const int at = work.step * pieces + lane;
@@ -192,41 +197,18 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     // Scales inside of the sums are asked for with a step, and their products written after the next one's
     // operands have been asked for.
     __device__ void load_weight(int ring) const {
-        if constexpr (Weight::kPlain) return load_ahead(ring);
-        typename Ring<Traits::Schedule::kQueue>::Position next;
-        typename Ring<Traits::kStages>::Position position;
+        Queued next;
+        Position position;
+        if constexpr (Weight::kPlain) {
+            if (ring == 0) return load_ahead(next, position);
+        }
         [[maybe_unused]] StepScales scales;
-        const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
-        const int steps_read = kWarpSize / pieces;
         for (int turn = 0;; turn ^= 1) {
-            const typename Traits::Work work = shared.schedule.pop(next, lane);
+            const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) break;
             if (ring != (Traits::kRings == 2 ? turn : 0)) continue;
-            const int token = Traits::first_token(work, rank), end = work.step + work.steps;
-            const bool lacks_tokens = Traits::lacks_tokens(work, rank);
-            const auto read = [&](int first) -> int2 {
-                const int at = first * pieces + lane;
-                return at < end * pieces ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)} : int2{};
-            };
-            int2 next_steps = read(work.step);
-            for (int first = work.step; first < end; first += steps_read) {
-                const auto [k, slot] = next_steps;
-                next_steps = read(first + steps_read);
-                const int from = k < 0 ? arguments.k_size : k;
-                const auto [x, y] =
-                    Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
-                if constexpr (Traits::kScaled) scales.block = __ldg(arguments.scales + slot);
-                for (int i = 0; i < min(steps_read, end - first); ++i) {
-                    load_step(ring, position, i, int3{from, x, y}, pieces, width, token, lacks_tokens);
-                    __syncwarp();
-                    position.advance();
-                    if constexpr (Traits::kScaled) {
-                        if (i > 0) put_factors(ring, scales, i - 1);
-                        read_token_scales(scales, __shfl_sync(~0u, k, i), token);
-                    }
-                }
-                if constexpr (Traits::kScaled) put_factors(ring, scales, min(steps_read, end - first) - 1);
-            }
+            int2 steps = read(work, work.step);
+            load_tile(ring, position, work, steps, scales, [] {});
         }
         if (ring < Traits::kRings) shared.weight_ring[ring].wait_all_empty(position);
     }
@@ -261,8 +243,8 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
 
     // Waits for a stage and loads a step, the i-th of those read, to it. `at`: k of the lane's block, and its
     // corner in values.
-    __device__ void load_step(int ring, typename Ring<Traits::kStages>::Position position, int i, int3 at,
-                              int pieces, int width, int token, bool lacks_tokens) const {
+    __device__ void load_step(int ring, Position position, int i, int3 at, int pieces, int width, int token,
+                              bool lacks_tokens) const {
         shared.weight_ring[ring].wait_empty(position);
         const Barrier& full = shared.weight_ring[ring].full[position.stage];
         char* const input = shared.input[ring][position.stage];
@@ -285,54 +267,62 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
         }
     }
 
-    // load_weight() of one ring: the next tile is taken, and what the plan says of it asked for, while a
-    // stage of the one before is waited for.
-    __device__ void load_ahead(int ring) const {
-        typename Ring<Traits::Schedule::kQueue>::Position next;
-        typename Ring<Traits::kStages>::Position position;
-        const int pieces = kRows == 128 ? 1 : plan.pieces, width = Traits::kStep / pieces;
-        const int steps_read = kWarpSize / pieces;
-        const auto read = [&](int first, int end) -> int2 {
-            const int at = first * pieces + lane;
-            return at < end * pieces ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)} : int2{};
+    // Of one ring: the next tile is taken, and what the plan says of it asked for, while a stage of the one
+    // before is waited for.
+    __device__ void load_ahead(Queued next, Position position) const {
+        Work next_work;
+        int2 steps;
+        const auto take = [&] {
+            next_work = shared.schedule.pop(next, lane);
+            steps = read(next_work, next_work.step);
         };
-        const auto take = [&](bool other) {
-            typename Traits::Work work = shared.schedule.pop(next, lane);
-            if (other && work.tile >= 0) work = shared.schedule.pop(next, lane);
-            return work;
-        };
-        if (ring >= Traits::kRings) {
-            while (take(false).tile >= 0) continue;
-            return;
-        }
-        typename Traits::Work next_work = take(ring > 0);
-        int2 next_steps = read(next_work.step, next_work.step + next_work.steps);
+        take();
         while (next_work.tile >= 0) {
-            const typename Traits::Work work = next_work;
-            const int token = Traits::first_token(work, rank), end = work.step + work.steps;
-            const bool lacks_tokens = Traits::lacks_tokens(work, rank);
-            const auto take_next = [&] {
-                next_work = take(Traits::kRings == 2);
-                next_steps = read(next_work.step, next_work.step + next_work.steps);
-            };
-            if (work.steps == 0) take_next();
-            for (int first = work.step; first < end; first += steps_read) {
-                const auto [k, slot] = next_steps;
-                next_steps = read(first + steps_read, end);
-                const int from = k < 0 ? arguments.k_size : k;
-                const auto [x, y] =
-                    Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
-                for (int i = 0; i < min(steps_read, end - first); ++i) {
-                    // While a stage is waited for, anyway.
-                    if (first + i == end - 1) take_next();
-                    load_step(ring, position, i, int3{from, x, y}, pieces, width, token, lacks_tokens);
-                    __syncwarp();
-                    position.advance();
+            const Work work = next_work;
+            if (work.steps == 0) take();
+            StepScales none;
+            load_tile(0, position, work, steps, none, take);
+        }
+        shared.weight_ring[0].wait_all_empty(position);
+    }
+
+    // What the plan says of the lane's block, of those from a step of a tile on: k and slot.
+    __device__ int2 read(const Work& work, int first) const {
+        const int at = first * pieces() + lane;
+        return at < (work.step + work.steps) * pieces() ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)}
+                                                        : int2{};
+    }
+
+    // Loads a tile. `next_steps`: what read() says of its first steps. Calls before_last() before its last
+    // one.
+    template <class Visit>
+    __device__ void load_tile(int ring, Position& position, const Work& work, int2& next_steps,
+                              [[maybe_unused]] StepScales& scales, Visit before_last) const {
+        const int width = Traits::kStep / pieces(), steps_read = kWarpSize / pieces();
+        const int token = Traits::first_token(work, rank), end = work.step + work.steps;
+        const bool lacks_tokens = Traits::lacks_tokens(work, rank);
+        for (int first = work.step; first < end; first += steps_read) {
+            const auto [k, slot] = next_steps;
+            next_steps = read(work, first + steps_read);
+            const int from = k < 0 ? arguments.k_size : k;
+            const auto [x, y] =
+                Weight::corner(arguments, slot, rank * kRows / 2, from & arguments.k_block - 1);
+            if constexpr (Traits::kScaled) scales.block = __ldg(arguments.scales + slot);
+            for (int i = 0; i < min(steps_read, end - first); ++i) {
+                if (first + i == end - 1) before_last();
+                load_step(ring, position, i, int3{from, x, y}, pieces(), width, token, lacks_tokens);
+                __syncwarp();
+                position.advance();
+                if constexpr (Traits::kScaled) {
+                    if (i > 0) put_factors(ring, scales, i - 1);
+                    read_token_scales(scales, __shfl_sync(~0u, k, i), token);
                 }
             }
+            if constexpr (Traits::kScaled) put_factors(ring, scales, min(steps_read, end - first) - 1);
         }
-        shared.weight_ring[ring].wait_all_empty(position);
     }
+
+    __device__ int pieces() const { return kRows == 128 ? 1 : plan.pieces; }
 
     static constexpr int kWarpSize = 32;
 };
@@ -647,7 +637,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         cutlass::arch::NamedBarrier::sync(128, barrier);
         const auto put = [&](auto lines_of_tokens) {
             constexpr bool kAsFeatures = !lines_of_tokens();  // as results are laid out whose rows these are
-            const HalfStaging<Result> staging(thread, lines_of_tokens());
+            const HalfStaging<Result> staging(arguments_, thread, lines_of_tokens());
 #pragma unroll
             for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
                 float* const of = sums + chunk * (Traits::kSums / Traits::kChunks);
@@ -782,10 +772,11 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         const int row = __ldg(plan_.rows + work.tile);
         const float* const first =
             arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+        const int second = to_second<Traits::kPairsRows>(arguments_, lane_ / 4);
 #pragma unroll
         for (int half = 0; half < Traits::kFeatureHalves; ++half) {
             const float* const of = first + half * Traits::kWarpgroupFeatures;
-            scales.features[half] = {__ldg(of), __ldg(of + 8)};
+            scales.features[half] = {__ldg(of), __ldg(of + second)};
         }
         return scales;
     }

@@ -59,7 +59,8 @@ struct DdsArguments {
     GroupArguments groups;     // of a grouped product, instead of `schedule`
     int group_rows;            // likewise, block rows of each weight
     PlanReport plan_report;
-    int* pace;  // counters of a grouped product whose clusters keep at the same pace, or nullptr
+    int* pace;     // counters of a grouped product whose clusters keep at the same pace, or nullptr
+    int exchange;  // 4 if two rows of the weight lie in a line, or 0: see ByteWeight
 };
 
 constexpr int kCarriedProducts = 16;  // 512 of k; see carry()
@@ -118,6 +119,7 @@ struct InSharedMemory {
     static constexpr bool kInRegisters = false;
     static constexpr bool kAlongK = false;        // products read both operands along k alone
     static constexpr bool kStartsSingly = false;  // the two products of a step start one by one
+    static constexpr bool kPairsRows = false;     // see ByteWeight
     static constexpr int kStepProducts = 4;
     static const char* refuses(const Problem&) { return nullptr; }
     template <int kTokens>
@@ -522,9 +524,11 @@ struct CompressedByteWeight : CompressedWeight<Math> {
 // The weight formats of dds kernels for 8 bits: dense blocks, which wgmma reads along k alone.
 
 // A stage is that of DenseWeight, in lines of 16 to 128 bytes. Lines of 16 are not swizzled.
-template <class Math>
+template <class Math, bool kPairsRows_ = true>
 struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
+    using Base = DenseWeight<Op::dds_nt, Math>;
     static constexpr bool kAlongK = true;
+    static constexpr bool kPairsRows = kPairsRows_;
 
     template <int kTokens>
     using Atom = typename Math::template ByteAtom<kTokens>;
@@ -536,6 +540,18 @@ struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
                    : nullptr;
     }
 
+    // Blocks with 64 of k are loaded in lines of 128 bytes, two rows in each, which takes less time. TMA
+    // swizzles these by bits 7 to 9 of an address, wgmma, which reads lines of 64 bytes, by 7 and 8: bit 9
+    // exchanges the rows of a line. So the last 8 of 16 rows have changed places in pairs, and their sums
+    // have.
+    static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
+        return map_rows(arguments, problem, arguments.row_width);
+    }
+    __device__ static int2 corner(const DdsArguments& arguments, int slot, int feature, int k) {
+        const int2 corner = Base::corner(arguments, slot, feature, k);
+        return kPairsRows && arguments.exchange != 0 ? make_int2(corner.x, corner.y / 2) : corner;
+    }
+
     // Starts the products of a step, sums (+)= weight tokens. `tokens`: where their operand is.
     template <bool kRowMajorTokens, int kTokens, class Sum, int kSums>
     __device__ static void multiply(Sum (&sums)[kSums], const DdsArguments& arguments, const char* stage,
@@ -544,12 +560,24 @@ struct ByteWeight : DenseWeight<Op::dds_nt, Math> {
         multiply_step<Atom<kTokens>>(sums, arguments.weight, operand_address(stage), arguments.tokens_by_k,
                                      tokens, add);
     }
+
+  protected:
+    // In boxes of so many rows.
+    static cudaError_t map_rows(DdsArguments& arguments, const Problem& problem, int rows) {
+        const int width = std::min<int>(arguments.k_block, Base::kStep);
+        const int paired = kPairsRows && arguments.k_block == 64 ? 2 : 1;
+        arguments.exchange = paired == 2 ? 4 : 0;
+        const int64_t columns = paired * problem.pattern.block_cols;
+        return encode(
+            arguments.values, Math::kMapType, problem.values.data,
+            {{columns, 1, paired * width}, {arguments.value_rows / paired, columns, rows / paired}});
+    }
 };
 
 // The same with scales inside of the sums: a step is one block, with a scale of its own, by as many k of each
 // token as have one scale.
 template <class Math>
-struct ScaledByteWeight : ByteWeight<Math> {
+struct ScaledByteWeight : ByteWeight<Math, false> {
     static_assert(ByteWeight<Math>::kStep == kScaleGroup);
 
     static constexpr int most_stages(int) { return 6; }
