@@ -130,8 +130,12 @@ def fit(rows: Sequence[Row], first: Coefficients | None = None) -> Coefficients:
     table = Table(rows)
     start = least_squares(table, first or {})
     found = _of_choices(table, start)
-    own = set(table.key) if first else set(table.keys.values())  # those of the other GPU speak for the rest
-    return {key: found[number] for key, number in table.keys.items() if number in own}
+    measured = set(table.key)  # the other GPU speaks for blocks that have no rows, if it knows them
+    return {
+        key: found[number]
+        for key, number in table.keys.items()
+        if number in measured or key not in (first or {})
+    }
 
 
 def least_squares(table: Table, first: Coefficients) -> Array:
