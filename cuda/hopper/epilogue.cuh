@@ -102,6 +102,7 @@ struct DdsTraits : DdsRanks<kTokenRanks, kRowRanks, kTileTokens> {
 
     static constexpr int kSums = kTileTokens * kWarpgroupFeatures / 128;  // of a thread
     static constexpr bool kSplits = kTileTokens <= 128 && !kGrouped;      // made for few tiles
+    static constexpr bool kDealsInTurn = false;                           // work of one weight, see Turns
     using Costs = StepCosts;
     using Schedule = tma::Schedule<std::conditional_t<kGrouped, GroupSpans, Bands<kSplits>>, Costs>;
     using Work = typename Schedule::Work;

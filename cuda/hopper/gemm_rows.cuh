@@ -38,6 +38,10 @@ inline int spans_of_band(const Problem& problem, const Device& device, int bytes
     return static_cast<int>(std::max<int64_t>(2, share_of_l2(device, 16 << 20) / of_span));
 }
 
+// Three, where work is dealt out in turn: what clusters read at a time is about as much of the weight as of
+// activations. More of few spans, because tiles are balanced within a band.
+inline int spans_of_turns(int64_t spans) { return spans > 16 ? 3 : 8; }
+
 inline cudaError_t map_scales(DdsArguments& arguments, const Problem& problem, int tile_tokens) {
     return encode(
         arguments.scales_map, DType::float32, problem.x_scales,
@@ -75,6 +79,7 @@ struct DdsHost {
     int span_tokens, cluster_features;  // of a cluster
     int tile_tokens, box_tokens;        // of a CTA, and those loaded at a time
     int ranks, threads, shared_bytes, most_clusters;
+    bool deals_in_turn;  // work of one weight
     int64_t part_bytes;  // of partial sums
     size_t pace_bytes;   // of groups whose clusters keep at one pace, or 0
     bool scaled;         // inside of the sums
@@ -101,7 +106,8 @@ struct DdsHost {
         return most_spans(tile_count(problem), problem.k_size() / input.step + 1, device.multiprocessors);
     }
     int band_spans(const Problem& problem, const Device& device) const {
-        return spans_of_band(problem, device, span_tokens * input.bytes);
+        return deals_in_turn ? spans_of_turns(span_count(problem))
+                             : spans_of_band(problem, device, span_tokens * input.bytes);
     }
 };
 
@@ -287,6 +293,7 @@ struct Dds {
         host.threads = Traits::kThreads;
         host.shared_bytes = Traits::kSharedBytes;
         host.most_clusters = Traits::Schedule::kMaxClusters;
+        host.deals_in_turn = Traits::kDealsInTurn;
         host.part_bytes = kPartBytes<Traits>;
         host.pace_bytes = Traits::kPaces ? tma::Pace::kBytes : 0;
         host.scaled = Traits::kScaled;

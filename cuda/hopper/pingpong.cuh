@@ -14,6 +14,8 @@
 // leave room. Meanwhile the other warpgroup multiplies, from a ring of its own. Tokens are the rows of wgmma
 // then: a thread has sums of few tokens. It reads their scales inside of the sums while these are multiplied;
 // the warps that load write them ahead.
+// Results of 16 bits leave half by half, which leaves room for six stages. With a residual or gate there are
+// five, and the memory of the sixth has buffers for the other half.
 // Chosen where its estimate is least.
 #pragma once
 
@@ -70,14 +72,17 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     static constexpr bool kPromotes = Math::kAccumulation != Accumulation::kept && kFeatureHalves == 2;
     static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried && !kPromotes;
     static constexpr int kRings = kPromotes ? Base::kWarpgroups : 1;
-    // In 16 bits there are buffers for the results of a whole tile.
-    static constexpr int kResultHalves = is_quantized(Math::kInput) ? 1 : kFeatureHalves;
-    static constexpr int kStages =
-        (kStagedBytes - Base::kWarpgroups * kResultHalves * kChunks * Base::kChunkBytes) /
-        (Base::kInputBytes + kFeatureHalves * Weight::kStageBytes) / kRings;
+    static constexpr int kStages = (kStagedBytes - Base::kWarpgroups * kChunks * Base::kChunkBytes) /
+                                   (Base::kInputBytes + kFeatureHalves * Weight::kStageBytes) / kRings;
+    // In 16 bits the last stage is memory for a residual or gate, if there is one.
+    static constexpr bool kLendsStage = !is_quantized(Math::kInput);
+    __device__ static int stages(const DdsArguments& arguments) {
+        return kLendsStage && arguments.has_residual ? kStages - 1 : kStages;
+    }
     static constexpr bool kSplits = false;
     static constexpr bool kHalves = false;
     static constexpr int kBoxTokens = Base::kTileTokens;
+    static constexpr bool kDealsInTurn = kRows == 128 && !kGrouped_;
     using Schedule = tma::Turns<std::conditional_t<kGrouped_, GroupSpans, Bands<false>>, StepCosts>;
     using Work = typename Schedule::Work;
 
@@ -118,7 +123,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     struct Shared {
         alignas(1024) char input[kRings][kStages][Base::kInputBytes];
         alignas(1024) char weight[kRings][kStages][kFeatureHalves][Weight::kStageBytes];
-        alignas(1024) char output[Base::kWarpgroups][kResultHalves][kChunks][Base::kChunkBytes];
+        alignas(1024) char output[Base::kWarpgroups][kChunks][Base::kChunkBytes];
         [[no_unique_address]] std::conditional_t<Base::kScaled, Factors, NoRing> input_ring;
         Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
@@ -210,7 +215,8 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
             int2 steps = read(work, work.step);
             load_tile(ring, position, work, steps, scales, [] {});
         }
-        if (ring < Traits::kRings) shared.weight_ring[ring].wait_all_empty(position);
+        if (ring < Traits::kRings)
+            shared.weight_ring[ring].wait_all_empty(position, Traits::stages(arguments));
     }
 
   private:
@@ -312,7 +318,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
                 if (first + i == end - 1) before_last();
                 load_step(ring, position, i, int3{from, x, y}, pieces(), width, token, lacks_tokens);
                 __syncwarp();
-                position.advance();
+                position.advance(Traits::stages(arguments));
                 if constexpr (Traits::kScaled) {
                     if (i > 0) put_factors(ring, scales, i - 1);
                     read_token_scales(scales, __shfl_sync(~0u, k, i), token);
@@ -356,6 +362,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         __builtin_assume(arguments_.row_shift == (kRows == 128 ? 7 : 6));
         __builtin_assume(arguments_.row_width == Traits::kWarpgroupFeatures);
         __builtin_assume(arguments_.warpgroup_rows == 1);
+        if constexpr (kHalved) __builtin_assume(arguments_.output_layout == Layout::row_major);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         Sums sums;
         clear(sums);  // else they have registers from the beginning on, where there are fewer
@@ -374,6 +381,8 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             else if constexpr (Traits::kScales)
                 scales = read_end_scales(work);
             const int row = __ldg(plan_.rows + work.tile);
+            if constexpr (kHalved)
+                if (arguments_.has_residual && !Traits::lacks_tokens(work, rank_)) load_residual(work, row);
             if constexpr (kPromotes)
                 clear(sums);
             else
@@ -388,13 +397,19 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 multiply(sums, first, min(kWarpSize, steps - first));
             if constexpr (!kPromotes) {
                 cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
-                cute::warpgroup_wait<0>();
-                release_multiplied();
-                if (work.steps == 0) clear(sums);
+                if constexpr (!kHalved) {
+                    cute::warpgroup_wait<0>();
+                    release_multiplied();
+                    if (work.steps == 0) clear(sums);
+                }
                 if constexpr (kCarries)
                     if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
             }
-            if (lacks_tokens) continue;
+            if (lacks_tokens) {
+                if constexpr (kHalved)
+                    cute::warpgroup_wait<0>();  // of none, which the compiler does not know
+                continue;
+            }
             if constexpr (Traits::kScales && !kPromotes) scale(sums, scales);
             // The compiler cannot see it, and computes nothing of it before the loop, in registers.
             int thread = threadIdx.x % 128;
@@ -419,7 +434,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 const auto store = [&](auto plain) {
                     each_half([&](int half) {
                         const int place = Traits::kFeatureHalves * warpgroup_ + half;
-                        Epilogue epilogue(arguments_, shared_.output[warpgroup_][0], shared_.residual[place],
+                        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place],
                                           place, thread, residual_parity);
                         epilogue.prepare_row(row);
                         if constexpr (kGrouped) epilogue.set_group(work);
@@ -456,8 +471,14 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     // Steps of the other warpgroup.
     __device__ void skip(int steps) {
         const int stage = position_.stage + steps;
-        position_.stage = stage % Traits::kStages;
-        position_.parity ^= stage / Traits::kStages & 1;
+        const int lent = Traits::kStages - 1;
+        if (Traits::stages(arguments_) == lent) {
+            position_.stage = stage % lent;
+            position_.parity ^= stage / lent & 1;
+        } else {
+            position_.stage = stage % Traits::kStages;
+            position_.parity ^= stage / Traits::kStages & 1;
+        }
     }
 
     // Steps of a tile without tokens. The warps stay together: see release_input() of other kernels.
@@ -467,7 +488,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             __syncwarp();
             cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
             release(position_.stage);
-            position_.advance();
+            position_.advance(Traits::stages(arguments_));
         }
     }
 
@@ -487,7 +508,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 promote(sums, [] {});
             else
                 keep(sums, first + step > 0);
-            position_.advance();
+            position_.advance(Traits::stages(arguments_));
         }
     }
 
@@ -522,10 +543,12 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ void keep(Sums& sums, bool add) {
         if constexpr (kCarries) carry(sums);
         cute::warpgroup_arrive();
-        each_half([&](int half) { start(sums[half], half, add); });
-        cute::warpgroup_commit_batch();
+        each_half([&](int half) {
+            start(sums[half], half, add);
+            if (kHalved || half == Traits::kFeatureHalves - 1) cute::warpgroup_commit_batch();
+        });
         if (multiplied_ >= 0) {
-            cute::warpgroup_wait<1>();
+            cute::warpgroup_wait<kHalved ? Traits::kFeatureHalves : 1>();
             release(multiplied_);
         }
         multiplied_ = position_.stage;
@@ -608,8 +631,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         using Result = typename Traits::Result;
         const bool row_major = kPlain || kGrouped || arguments_.output_layout == Layout::row_major;
         const int warp = thread / kWarpSize, lane = thread % kWarpSize, feature = row * kRows;
-        const int barrier = 1 + Traits::kFeatureHalves * warpgroup_;
-        auto& buffers = shared_.output[warpgroup_][0];
+        auto& buffers = shared_.output[warpgroup_];
         const auto& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half];
         const bool has_residual = !kPlain && arguments_.has_residual;
         const int token = Traits::first_token(work, rank_) + Traits::kTileTokens / 2 * half;
@@ -634,7 +656,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             }
             activate_all<Result>(sums, arguments_.activation);
         }
-        cutlass::arch::NamedBarrier::sync(128, barrier);
+        sync();
         const auto put = [&](auto lines_of_tokens) {
             constexpr bool kAsFeatures = !lines_of_tokens();  // as results are laid out whose rows these are
             const HalfStaging<Result> staging(arguments_, thread, lines_of_tokens());
@@ -662,7 +684,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         else
             put(std::false_type{});
         cutlass::arch::fence_view_async_shared();
-        cutlass::arch::NamedBarrier::sync(128, barrier);
+        sync();
         own_chunk([&](int x, int y) {
             if constexpr (kGrouped) {
                 if (y >= work.end) return;
@@ -675,80 +697,126 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         });
     }
 
-    // The end of a tile in 16 bits, whose results are row-major: both halves at once, in buffers for all of
-    // them. Each warp reads the residual or gate of some chunks there, and stores their results.
-    __device__ void finish(Sums& sums, const Work& work, int row, int thread, uint32_t parity) const {
-        using Result = typename Traits::Result;
-        constexpr int kChunks = Traits::kChunks, kChunkSums = Traits::kChunkTokens / 2, kWarps = 4;
-        const HalfStaging<Result> staging(arguments_, thread);
-        const int warp = thread / kWarpSize, lane = thread % kWarpSize;
-        const int barrier = 1 + Traits::kFeatureHalves * warpgroup_, feature = row * kRows;
-        const int token = Traits::first_token(work, rank_);
-        int first = feature;  // of those of its weight
-        if constexpr (kGrouped) first -= work.group * arguments_.group_rows * kRows;
-        const auto each_own_chunk = [&](auto visit) {
-            if (lane > 0) return;
-            for (int i = warp; i < Traits::kFeatureHalves * kChunks; i += kWarps) {
-                const int half = i / kChunks, chunk = i % kChunks;
-                visit(half, chunk, first + half * Traits::kWarpgroupFeatures,
-                      token + chunk * Traits::kChunkTokens);
+    // The end of a tile in 16 bits, whose results are row-major: one half of the features after the other by
+    // the same buffers, unless there is a residual or gate, of which all is asked for before the products.
+    // Each warp stores the results of a chunk, and reads its residual.
+    using Staging = HalfStaging<typename Traits::Result>;
+    static constexpr int kChunks = Traits::kChunks, kChunkSums = Traits::kChunkTokens / 2;
+
+    struct Chunk {
+        bool is_own;  // of the lane
+        int half, chunk;
+        int feature, token;  // the first ones
+        int tokens;          // of a group, from the first on
+
+        __device__ Chunk(const DdsArguments& arguments, const Work& work, int row, int first_token,
+                         int thread)
+            : is_own(thread % kWarpSize == 0),
+              half(thread / kWarpSize / kChunks),
+              chunk(thread / kWarpSize % kChunks),
+              feature(row * kRows + half * Traits::kWarpgroupFeatures),
+              token(first_token + chunk * Traits::kChunkTokens),
+              tokens(0) {
+            static_assert(Traits::kFeatureHalves * kChunks == 4, "a warp for each");
+            if constexpr (kGrouped) {
+                feature -= work.group * arguments.group_rows * kRows;
+                tokens = work.end - token;
             }
-        };
-        const auto buffer_of = [&](int half, int chunk) { return shared_.output[warpgroup_][half][chunk]; };
-        const auto arrival_of = [&](int half, int chunk) -> const Barrier& {
-            return shared_.residual[Traits::kFeatureHalves * warpgroup_ + half][chunk];
-        };
-        if (lane == 0) cute::tma_store_wait<0>();
-        if (arguments_.has_residual)
-            each_own_chunk([&](int half, int chunk, int x, int y) {
-                const Barrier& arrived = arrival_of(half, chunk);
-                arrived.arrive_and_expect_tx(Traits::kChunkBytes);
-                load_box(&arguments_.residual, arrived, Multicast{1}, buffer_of(half, chunk), x, y);
-            });
-        if (arguments_.bias != nullptr) {
-            const auto* const bias =
-                static_cast<const Result*>(arguments_.bias) + feature + 16 * warp + lane / 4;
-            each_half([&](int half) {
-                const float first = to_float(bias[half * Traits::kWarpgroupFeatures]);
-                const float second = to_float(bias[half * Traits::kWarpgroupFeatures + 8]);
+        }
+    };
+    __device__ Chunk chunk_of(const Work& work, int row, int thread) const {
+        return Chunk(arguments_, work, row, Traits::first_token(work, rank_), thread);
+    }
+    __device__ const Barrier& arrival_of(int half, int chunk) const {
+        return shared_.residual[Traits::kFeatureHalves * warpgroup_ + half][chunk];
+    }
+    // The second half's buffers are in the last stage.
+    __device__ char* residual_of(int half, int chunk) const {
+        constexpr int kLast = Traits::kStages - 1;
+        char* const lent = warpgroup_ == 0 ? shared_.input[0][kLast] : shared_.weight[0][kLast][0];
+        return half == 0 ? shared_.output[warpgroup_][chunk] : lent + chunk * Traits::kChunkBytes;
+    }
+    __device__ void load_residual(const Work& work, int row) const {
+        const Chunk own = chunk_of(work, row, threadIdx.x % 128);
+        if (!own.is_own) return;
+        const Barrier& arrived = arrival_of(own.half, own.chunk);
+        cute::tma_store_wait<0>();
+        arrived.arrive_and_expect_tx(Traits::kChunkBytes);
+        load_box(&arguments_.residual, arrived, Multicast{1}, residual_of(own.half, own.chunk), own.feature,
+                 own.token);
+    }
+    __device__ void sync() const {
+        cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
+    }
+
+    __device__ void finish(Sums& sums, const Work& work, int row, int thread, uint32_t parity) {
+        using Result = typename Traits::Result;
+        const Staging staging(arguments_, thread);
+        const Chunk own = chunk_of(work, row, thread);
+        const bool is_plain = arguments_.bias == nullptr && arguments_.activation == Activation::none &&
+                              !arguments_.has_residual;
+        // The first half is stored while the last products of the second run.
+        if (is_plain && work.steps > 0) {
+            cute::warpgroup_wait<Traits::kFeatureHalves - 1>();
+            store_half(sums, 0, staging, own);
+            cute::warpgroup_wait<0>();
+            release_multiplied();
+            return store_half(sums, 1, staging, own);
+        }
+        cute::warpgroup_wait<0>();
+        release_multiplied();
+        if (work.steps == 0) clear(sums);
+        const int feature = row * kRows + thread / kWarpSize * 16 + thread % kWarpSize / 4;
+        each_half([&](int half) {
+            if (arguments_.bias != nullptr) {
+                const auto* const bias =
+                    static_cast<const Result*>(arguments_.bias) + feature + half * Traits::kWarpgroupFeatures;
+                const float first = to_float(bias[0]), second = to_float(bias[8]);
 #pragma unroll
                 for (int i = 0; i < Traits::kSums; ++i) sums[half][i] += i / 2 % 2 == 0 ? first : second;
-            });
-        }
-        each_half([&](int half) { activate_all<Result>(sums[half], arguments_.activation); });
-        cutlass::arch::NamedBarrier::sync(128, barrier);
-        each_half([&](int half) {
+            }
+            activate_all<Result>(sums[half], arguments_.activation);
+            if (!arguments_.has_residual) return store_half(sums, half, staging, own);
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk) {
                 float* const of = sums[half] + chunk * kChunkSums;
-                char* const buffer = buffer_of(half, chunk);
-                if (arguments_.has_residual) {
-                    wait(arrival_of(half, chunk), parity);
-                    if (arguments_.gate_activation != Activation::none)
-                        staging.template activate<true>(buffer, arguments_.gate_activation);
-                    __syncwarp();
-                    if (arguments_.gated)
-                        staging.template combine<true>(of, buffer,
-                                                       [](float sum, float gate) { return sum * gate; });
-                    else
-                        staging.template combine<true>(of, buffer,
-                                                       [](float sum, float other) { return sum + other; });
-                }
+                char* const buffer = residual_of(half, chunk);
+                wait(arrival_of(half, chunk), parity);
+                if (arguments_.gate_activation != Activation::none)
+                    staging.template activate<true>(buffer, arguments_.gate_activation);
+                __syncwarp();
+                if (arguments_.gated)
+                    staging.template combine<true>(of, buffer,
+                                                   [](float sum, float gate) { return sum * gate; });
+                else
+                    staging.template combine<true>(of, buffer,
+                                                   [](float sum, float other) { return sum + other; });
                 staging.template put<true>(of, buffer);
             }
         });
+        if (arguments_.has_residual) store_own(residual_of(own.half, own.chunk), own, own.is_own);
+    }
+    __device__ void store_half(const Sums& sums, int half, const Staging& staging, const Chunk& own) const {
+        if (own.is_own) cute::tma_store_wait<0>();
+        sync();
+        auto& buffers = shared_.output[warpgroup_];
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk)
+            staging.template put<true>(sums[half] + chunk * kChunkSums, buffers[chunk]);
+        store_own(buffers[own.chunk], own, own.is_own && own.half == half);
+    }
+    __device__ void store_own(const char* buffer, const Chunk& own, bool stores) const {
         cutlass::arch::fence_view_async_shared();
-        cutlass::arch::NamedBarrier::sync(128, barrier);
-        each_own_chunk([&](int half, int chunk, int x, int y) {
-            const char* const buffer = buffer_of(half, chunk);
-            if constexpr (kGrouped) {
-                if (y >= work.end) return;
-                store_range_box(&arguments_.output, buffer, x, y, min(work.end - y, Traits::kChunkTokens));
-            } else {
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffer, x, y);
-            }
-            cute::tma_store_arrive();
-        });
+        sync();
+        if (!stores) return;
+        if constexpr (kGrouped) {
+            if (own.tokens <= 0) return;
+            store_range_box(&arguments_.output, buffer, own.feature, own.token,
+                            min(own.tokens, Traits::kChunkTokens));
+        } else {
+            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffer, own.feature, own.token);
+        }
+        cute::tma_store_arrive();
     }
 
     __device__ void release(int stage) const {
@@ -1027,7 +1095,7 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
         }
         const uint32_t place =
             swizzled((lane / 16 * 8 + lane % 8) * kLine + (16 * warp + lane / 8 % 2 * 8) * 2, kLine);
-        auto& buffers = shared_.output[warpgroup_][0];
+        auto& buffers = shared_.output[warpgroup_];
 #pragma unroll
         for (int i = 0; i < kChunkTokens / 16; ++i) {
             uint32_t words[kHalves][4];
