@@ -2,7 +2,8 @@
 # and row one line of the generated tilesparse_kernels.inc that the registry includes. Rows that share a translation unit
 # share the time to parse CUTLASS, which takes longer than most kernels do, and are compressed together: what is alike but
 # for float16 or bfloat16 takes half of the room. Units take up to two minutes, and the long ones stand first, so that
-# no core waits long for another.
+# no core waits long for another. Those of ampere/ are small, because GPUs without code of their own compile a unit from
+# PTX when the first of its kernels is used.
 
 # Reads the rows TS_TILE(name, kernel, argument, ...) of a folder, without comments and the lines that hold nothing else;
 # a blank line becomes the element "-".
@@ -124,18 +125,15 @@ function(add_architecture architecture)
   add_objects(${folder} "${code}" ${sources})
 endfunction()
 
-# Compiles sources that are the same code for every architecture as one translation unit, and links it into tilesparse.
-function(add_common name)
+# Compiles the sources of a folder that are the same code for every architecture, and links them into tilesparse.
+function(add_common folder)
   string(REGEX REPLACE "([0-9]+)a" "\\1-real" code "${TILESPARSE_ARCHITECTURES}")
   list(APPEND code ${native_code})
   list(REMOVE_DUPLICATES code)
-  list(TRANSFORM ARGN REPLACE "(.+)" "#include \"\\1\"" OUTPUT_VARIABLE content)
-  list(JOIN content "\n" content)
-  set(unit ${PROJECT_BINARY_DIR}/generated/${name}.cu)
-  file(CONFIGURE OUTPUT ${unit} CONTENT "${content}\n" @ONLY)
-  add_objects(${name} "${code}" ${unit})
+  list(TRANSFORM ARGN PREPEND ${PROJECT_SOURCE_DIR}/cuda/${folder}/)
+  add_objects(${folder} "${code}" ${ARGN})
   if("90-real" IN_LIST code)
-    target_compile_definitions(tilesparse_${name} PRIVATE TILESPARSE_NATIVE_90)
+    target_compile_definitions(tilesparse_${folder} PRIVATE TILESPARSE_NATIVE_90)
   endif()
 endfunction()
 
@@ -184,9 +182,9 @@ if(TILESPARSE_CUDA)
   foreach(architecture IN LISTS TILESPARSE_ARCHITECTURES)
     add_architecture(${architecture})
   endforeach()
-  add_common(elementwise elementwise/combine.cu elementwise/gate.cu elementwise/group_sums.cu elementwise/groups.cu
-             elementwise/quantize.cu elementwise/skip.cu elementwise/sums.cu values/values.cu)
-  add_common(plans plans/plans.cu)
+  add_common(plans plans.cu)
+  add_common(values values.cu)
+  add_common(elementwise combine.cu gate.cu group_sums.cu groups.cu quantize.cu skip.cu sums.cu)
   target_compile_definitions(tilesparse PRIVATE TILESPARSE_CUDA)
   target_include_directories(tilesparse SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   set_target_properties(tilesparse PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static
