@@ -13,7 +13,7 @@
 // ring of stages for both. Likewise those of float8 in blocks of 64, which are carried over now and then. In
 // blocks of 128 they are of 128 k, times the scales inside of the sums if there are any, and added to float32
 // registers, for which those of 64 x 128 leave room. Meanwhile the other warpgroup multiplies, from a ring of
-// its own.
+// its own. Fast sums in blocks of 128 are computed as those of int8.
 // Chosen where its estimate is least.
 #pragma once
 
