@@ -13,7 +13,7 @@
 // blocks of 128 they are of 128 k and added to float32 registers, for which those of 64 tokens x 128 features
 // leave room. Meanwhile the other warpgroup multiplies, from a ring of its own. Tokens are the rows of wgmma
 // then: a thread has sums of few tokens. It reads their scales inside of the sums while these are multiplied;
-// the warps that load write them ahead.
+// the warps that load write them ahead. Fast sums in blocks of 128 are computed as those of int8.
 // Results of 16 bits leave half by half, which leaves room for six stages. With a residual or gate there are
 // five, and the memory of the sixth has buffers for the other half.
 // Chosen where its estimate is least.
