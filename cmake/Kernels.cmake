@@ -1,9 +1,8 @@
 # Every paragraph of cuda/<folder>/tiles.def becomes one translation unit, named after its first row, and every folder
 # and row one line of the generated tilesparse_kernels.inc that the registry includes. Rows that share a translation unit
 # share the time to parse CUTLASS, which takes longer than most kernels do, and are compressed together: what is alike but
-# for float16 or bfloat16 takes half of the room. Units take up to two minutes, and the long ones stand first, so that
-# no core waits long for another. Those of ampere/ are small, because GPUs without code of their own compile a unit from
-# PTX when the first of its kernels is used.
+# for float16 or bfloat16 takes half of the room. Those of ampere/ are small, because GPUs without code of their own
+# compile a unit from PTX when the first of its kernels is used.
 
 # Reads the rows TS_TILE(name, kernel, argument, ...) of a folder, without comments and the lines that hold nothing else;
 # a blank line becomes the element "-".
@@ -96,7 +95,7 @@ function(add_architecture architecture)
     string(APPEND registry "TS_KERNEL(sm${number}, ${name})\n")
     if(NOT unit)
       set(unit ${name})
-      list(APPEND sources ${unit})
+      list(PREPEND sources ${unit}) # the kernels that take longest stand last, and are to be compiled first
     endif()
     list(APPEND headers_${unit} "#include \"${header}\"")
     string(APPEND content_${unit} "${instance}\n")
