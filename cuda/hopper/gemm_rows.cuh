@@ -309,19 +309,22 @@ struct Dds {
     }
 };
 
+// Sums of float8 that stay with the tensor cores.
+template <class Math>
+using FastMath = Bytes<Elements<typename Math::Input, typename Math::Value, float, typename Math::Result>,
+                       Float8Products, Math::kPrecision>;
+
 // Forward of 8 bits, the values 2:4. Fast sums of float8 have a kernel of their own in tiles of 256 tokens:
 // what is carried over takes registers, which the compiler saves elsewhere.
 template <class Math, int kTokenRanks, int kRowRanks, int kTileTokens>
 struct CompressedBytes
     : Dds<Op::dds_nt, Math, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<Math>> {
     using Own = Dds<Op::dds_nt, Math, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<Math>>;
-    using FastMath = Bytes<Elements<typename Math::Input, typename Math::Value, float, typename Math::Result>,
-                           Float8Products, Math::kPrecision>;
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
                           void* workspace, void* stream) {
-        using Fast =
-            Dds<Op::dds_nt, FastMath, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<FastMath>>;
+        using Fast = Dds<Op::dds_nt, FastMath<Math>, kTokenRanks, kRowRanks, kTileTokens,
+                         CompressedByteWeight<FastMath<Math>>>;
         const auto start = problem.precision == Precision::fast ? Fast::launch : Own::launch;
         return start(problem, device, decision, workspace, stream);
     }

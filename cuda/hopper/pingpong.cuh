@@ -12,8 +12,8 @@
 // ring of stages for both. Likewise those of float8 in blocks of 64, which are carried over now and then. In
 // blocks of 128 they are of 128 k and added to float32 registers, for which those of 64 tokens x 128 features
 // leave room. Meanwhile the other warpgroup multiplies, from a ring of its own. Tokens are the rows of wgmma
-// then: a thread has sums of few tokens. It reads their scales inside of the sums while these are multiplied;
-// the warps that load write them ahead. Fast sums in blocks of 128 are computed as those of int8.
+// then: a thread has sums of four tokens. It reads their scales inside of the sums while these are
+// multiplied; the warps that load write them ahead. Fast sums in blocks of 128 are computed as those of int8.
 // Results of 16 bits leave half by half, which leaves room for six stages. With a residual or gate there are
 // five, and the memory of the sixth has buffers for the other half.
 // Chosen where its estimate is least.
@@ -220,7 +220,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     }
 
   private:
-    // Of the lane's block, of those read, and of each 32nd token of a step.
+    // Scales of the lane's block, of those read, and of each 32nd token of a step.
     struct StepScales {
         float block;
         float tokens[kTokens / 32];
@@ -273,8 +273,8 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
         }
     }
 
-    // Of one ring: the next tile is taken, and what the plan says of it asked for, while a stage of the one
-    // before is waited for.
+    // Loads one ring: the next tile is taken, and what the plan says of it asked for, while a stage of the
+    // one before is waited for.
     __device__ void load_ahead(Queued next, Position position) const {
         Work next_work;
         int2 steps;
@@ -292,7 +292,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
         shared.weight_ring[0].wait_all_empty(position);
     }
 
-    // What the plan says of the lane's block, of those from a step of a tile on: k and slot.
+    // The k and slot of the lane's block in the plan, of the blocks from a step of a tile on.
     __device__ int2 read(const Work& work, int first) const {
         const int at = first * pieces() + lane;
         return at < (work.step + work.steps) * pieces() ? int2{__ldg(plan.k + at), __ldg(plan.slots + at)}
@@ -592,7 +592,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             wgmma<Atom>(products, arguments_.tokens_by_k.at(tokens, i), arguments_.weight.at(weight, i),
                         i > 0);
     }
-    // Those of a thread's tokens, two of each half.
+    // The factors of a thread's tokens, two of each half.
     __device__ void read_factors(float2 (&factors)[2]) {
         auto& ring = shared_.input_ring.rings[ring_];
         ring.wait_full(factors_);
@@ -1150,11 +1150,6 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
     int multiplied_ = -1;  // stage of the products under way
 };
 
-// Sums of float8 that stay with the tensor cores.
-template <class Math>
-using FastFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, typename Math::Result>, Float8Products,
-                         Math::kPrecision>;
-
 template <Op kOp, class Math, int kRows, int kTokens, bool kGrouped = false>
 struct PingPong : Dds<kOp, Math, 2, 1, kTokens, HalvedWeight<Math, kRows, kTokens, kOp>, kGrouped> {
     static constexpr bool kIsFloat8 = Math::kAccumulation == Accumulation::carried;
@@ -1162,8 +1157,8 @@ struct PingPong : Dds<kOp, Math, 2, 1, kTokens, HalvedWeight<Math, kRows, kToken
     // Fast sums in blocks of 128 have a kernel of their own, whose warpgroups take turns.
     static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
                           void* workspace, void* stream) {
-        using Fast = Dds<kOp, FastFloat8<Math>, 2, 1, kTokens,
-                         HalvedWeight<FastFloat8<Math>, kRows, kTokens, kOp>, kGrouped>;
+        using Fast = Dds<kOp, FastMath<Math>, 2, 1, kTokens,
+                         HalvedWeight<FastMath<Math>, kRows, kTokens, kOp>, kGrouped>;
         const auto start = problem.precision == Precision::fast ? Fast::launch : PingPong::Dds::launch;
         return start(problem, device, decision, workspace, stream);
     }
