@@ -45,6 +45,7 @@ class GroupSpans {
                 tiles()) {}
 
     __device__ int size() const { return size_; }
+    __device__ bool in_order(int) const { return false; }  // weights of several groups
     // One load and no search: a round of tiles with few steps would wait for it.
     __device__ Work place_at(int item) const {
         const int4 own = __ldg(arguments_.groups.spans + arguments_.by_tiles.div(item));

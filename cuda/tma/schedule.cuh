@@ -8,7 +8,9 @@
 // in which all clusters would have as much work as the longest tile takes are balanced as well, but too
 // large for L2.) Each cluster finds that out for itself, in a warp that has nothing else to do, so that no
 // memory needs to be prepared for a launch and every run gives the same schedule. That has to take less time
-// than a tile: sorting by counting took longer.
+// than a tile: sorting by counting took longer. To hand out the first time takes 7 us, so clusters take the
+// tiles of the second round back, as they took those of the first one forth, where these have few steps, or
+// where a band has both, which are in order then.
 #pragma once
 
 #include <algorithm>
@@ -63,13 +65,29 @@ class Schedule {
         queue_.push(first_work, position, lane);
         // A branch before which the compiler does not move what follows.
         if (first_work.tile < 0) return;
-        const int rounds = (items.places.size() + clusters - 1) / clusters;
+        const int size = items.places.size(), rounds = (size + clusters - 1) / clusters;
+        const bool in_order = items.places.in_order(2 * clusters);
+        const auto push_second = [&] {
+            if (const int item = 2 * clusters - 1 - cluster; item < size)
+                queue_.push(items.work_at(item), position, lane);
+        };
+        if (in_order) push_second();
+        if (rounds <= 1 + in_order) return queue_.push(no_more<Work>(), position, lane);
         Keys round, next, loads = {};  // of each cluster, in the order of clusters
         items.keys_of_round(round, 0);
         items.keys_of_round(next, 1);
         add(loads, round);
-        const int twice = rounds_twice(rounds, loads, clusters), once = rounds - twice;
-        for (int i = 1; i < rounds + twice; ++i) {
+        const uint32_t all = sum(loads);
+        const bool in_turn = in_order || all < uint32_t(Costs::kRound / 3 * clusters);
+        if (in_turn) {
+            if (!in_order) push_second();
+            turn(given_[0], next, clusters, lane);
+            add(loads, next);
+            items.keys_of_round(next, 2);
+        }
+        const int first = in_turn ? 2 : 1;  // that is handed out
+        const int twice = rounds_twice(rounds, first, all, clusters), once = rounds - twice;
+        for (int i = first; i < rounds + twice; ++i) {
             const bool again = i >= rounds;
             const int r = again ? i - twice : i;
             uint32_t* const given = given_[max(r - once, 0)];
@@ -135,18 +153,21 @@ class Schedule {
         }
     };
 
-    // The last rounds, as many as can be handed out while the clusters have work from those before.
-    __device__ static int rounds_twice(int rounds, const Keys& loads, int clusters) {
-        uint32_t sum = 0;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) sum += loads[i];
-        const uint32_t all = __reduce_add_sync(~0u, sum);
-        int twice = min(kMostRounds, rounds - 1);
+    // The last rounds, as many as can be handed out while the clusters have work from those before. `all`:
+    // the costs of the first round.
+    __device__ static int rounds_twice(int rounds, int first, uint32_t all, int clusters) {
+        int twice = min(kMostRounds, rounds - first);
         while (twice > 0 && min(kQueue, rounds - twice) * all < uint32_t(Costs::kRound * twice * clusters))
             --twice;
         return twice;
     }
 
+    __device__ static uint32_t sum(const Keys& loads) {
+        uint32_t own = 0;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) own += loads[i];
+        return __reduce_add_sync(~0u, own);
+    }
     __device__ static uint32_t cost_of(uint32_t key) { return key < kLast ? kMostCost - key / kPlaces : 0; }
     __device__ static void add(Keys& loads, const Keys& keys) {
 #pragma unroll
@@ -159,6 +180,19 @@ class Schedule {
             round[i] = given[lane + 32 * i];
             loads[i] -= cost_of(round[i]);
         }
+    }
+
+    // Keys of a round that is taken back, in the order of clusters.
+    __device__ static void turn(uint32_t* given, Keys& round, int clusters, int lane) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const int place = lane + 32 * i;
+            given[place < clusters ? clusters - 1 - place : place] = round[i];
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) round[i] = given[lane + 32 * i];
+        __syncwarp();
     }
 
     // Gives the items of a round to the clusters, those that cost most to those with the least load. `given`,

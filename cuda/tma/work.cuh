@@ -4,6 +4,7 @@
 //     Arguments: of a kernel
 //     kMayLack: whether there may be less of it than clusters
 //     size(), place_at(item): how much there is; an item, without the steps, of which the plan knows
+//     in_order(items): whether so many come longest first
 //     set_steps(work, int2): from the plan's first step and number of steps of the tile
 #pragma once
 
@@ -61,6 +62,7 @@ struct Bands {
     const Arguments& arguments;
 
     __device__ int size() const { return arguments.size; }
+    __device__ bool in_order(int items) const { return min(items, size()) <= arguments.by_band.divisor; }
     __device__ Work place_at(int item) const {
         int band, within;
         Work work{};
