@@ -202,13 +202,18 @@ __device__ inline void wgmma(Sum (&sums)[kCount], const A& a, uint64_t b, bool a
     start_wgmma<Atom>(sums, a, b, add, std::make_index_sequence<kCount>(), metadata...);
 }
 
-// sums (+)= a b for 128 bytes of k.
+// sums (+)= a b for 128 bytes of k: the instructions, and all that it takes to start them.
+template <class Atom, class Sum, int kCount>
+__device__ inline void wgmma_of_step(Sum (&sums)[kCount], const Operand& a, uint32_t a_address,
+                                     const Operand& b, uint32_t b_address, bool add) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wgmma<Atom>(sums, a.at(a_address, i), b.at(b_address, i), add || i > 0);
+}
 template <class Atom, class Sum, int kCount>
 __device__ inline void multiply_step(Sum (&sums)[kCount], const Operand& a, uint32_t a_address,
                                      const Operand& b, uint32_t b_address, bool add) {
     cute::warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma<Atom>(sums, a.at(a_address, i), b.at(b_address, i), add || i > 0);
+    wgmma_of_step<Atom>(sums, a, a_address, b, b_address, add);
     cute::warpgroup_commit_batch();
 }
 

@@ -357,6 +357,20 @@ class FloatStaging {
 
 // How the sums of a dds kernel become results.
 
+// Calls visit(join), where join(sum, other) adds a residual to a sum or multiplies it by a gate.
+template <class Visit>
+__device__ void with_join(const DdsArguments& arguments, Visit visit) {
+    if (arguments.gated)
+        visit([](float sum, float gate) { return sum * gate; });
+    else
+        visit([](float sum, float other) { return sum + other; });
+}
+
+// A sum of 8 bits times the scales that are outside of it.
+__device__ inline float scaled(float sum, float of_token, float of_feature) {
+    return __fmul_rn(__fmul_rn(sum, of_token), of_feature);
+}
+
 // The epilogue of one warpgroup: bias and activation in registers, then through shared memory by TMA. A
 // residual or gate comes through the same buffers, into which the results of it are put. A gate is activated
 // there: code for all sums in registers would be as long as that of all else. Each buffer belongs to a warp,
@@ -501,18 +515,16 @@ class DdsEpilogue {
     // Makes float32 of the sums where they are: the next products go to these registers, which stay taken. Of
     // eight tokens a thread has two neighbours, of a feature and of the one 8 on.
     __device__ void scale(typename Traits::Accumulator (&sums)[kSums]) const {
-        auto& scaled = reinterpret_cast<float (&)[kSums]>(sums);
+        auto& results = reinterpret_cast<float (&)[kSums]>(sums);
 #pragma unroll
         for (int i = 0; i < kSums; i += 4) {
             const int token = 2 * i, lane = token % 32 + thread_ % 4 * 2;
             const float of_first = __shfl_sync(~0u, token_scales_[token / 32], lane);
             const float of_second = __shfl_sync(~0u, token_scales_[token / 32], lane + 1);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float of_token = j % 2 == 0 ? of_first : of_second;
-                const float of_feature = j / 2 == 0 ? scales_.x : scales_.y;
-                scaled[i + j] = __fmul_rn(__fmul_rn(static_cast<float>(sums[i + j]), of_token), of_feature);
-            }
+            for (int j = 0; j < 4; ++j)
+                results[i + j] = scaled(sums[i + j], j % 2 == 0 ? of_first : of_second,
+                                        j / 2 == 0 ? scales_.x : scales_.y);
         }
     }
 
@@ -629,10 +641,7 @@ class DdsEpilogue {
                 staging_.template activate<kRowMajor>(buffers_[buffer], arguments_.gate_activation);
         }
         __syncwarp();
-        if (arguments_.gated)
-            join<kRowMajor, kFirst, kCount>(sums, [](float sum, float gate) { return sum * gate; });
-        else
-            join<kRowMajor, kFirst, kCount>(sums, [](float sum, float other) { return sum + other; });
+        with_join(arguments_, [&](auto joined) { join<kRowMajor, kFirst, kCount>(sums, joined); });
     }
 
     template <bool kRowMajor, int kFirst, int kCount, class Join>

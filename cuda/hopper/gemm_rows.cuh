@@ -271,7 +271,6 @@ struct Dds {
         row.united_features = Traits::kTileFeatures;
         if (kGrouped) {
             row.grouped = bits_of(1);
-            row.splits = false;
             return row;
         }
         row.decide = decide_dds;
@@ -314,6 +313,14 @@ template <class Math>
 using FastMath = Bytes<Elements<typename Math::Input, typename Math::Value, float, typename Math::Result>,
                        Float8Products, Math::kPrecision>;
 
+// Launches the kernel of fast sums for these, a row's own for others.
+template <class Own, class Fast>
+int32_t launch_either(const Problem& problem, const Device& device, const Decision& decision, void* workspace,
+                      void* stream) {
+    const auto launch = problem.precision == Precision::fast ? Fast::launch : Own::launch;
+    return launch(problem, device, decision, workspace, stream);
+}
+
 // Forward of 8 bits, the values 2:4. Fast sums of float8 have a kernel of their own in tiles of 256 tokens:
 // what is carried over takes registers, which the compiler saves elsewhere.
 template <class Math, int kTokenRanks, int kRowRanks, int kTileTokens>
@@ -321,17 +328,11 @@ struct CompressedBytes
     : Dds<Op::dds_nt, Math, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<Math>> {
     using Own = Dds<Op::dds_nt, Math, kTokenRanks, kRowRanks, kTileTokens, CompressedByteWeight<Math>>;
 
-    static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
-                          void* workspace, void* stream) {
+    static constexpr Kernel row(const char* name) {
         using Fast = Dds<Op::dds_nt, FastMath<Math>, kTokenRanks, kRowRanks, kTileTokens,
                          CompressedByteWeight<FastMath<Math>>>;
-        const auto start = problem.precision == Precision::fast ? Fast::launch : Own::launch;
-        return start(problem, device, decision, workspace, stream);
-    }
-
-    static constexpr Kernel row(const char* name) {
         Kernel row = Own::row(name);
-        if constexpr (Own::Traits::kCarries && kTileTokens == 256) row.launch = launch;
+        if constexpr (Own::Traits::kCarries && kTileTokens == 256) row.launch = launch_either<Own, Fast>;
         return row;
     }
 };

@@ -147,6 +147,11 @@ struct HalvedAtom<Math, kOp, kTokens, false> {
     using Type = typename Math::template Atom<kOp == Op::dds_nn ? Major::MN : Major::K, Major::K, kTokens>;
 };
 
+template <class Math>
+struct HalvedAtom<Math, Op::dds_nt, 192, true> {
+    using Type = cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN;
+};
+
 // Its activations have no second parts.
 template <class Traits, int kThreads>
 __device__ void split_input(typename Traits::Shared&, const typename Traits::NoRing&, int) {}
@@ -176,13 +181,12 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     template <bool>
     __device__ void load_input() const {
         Queued next;
-        const int pieces = kRows == 128 ? 1 : plan.pieces;
         while (true) {
             const Work work = shared.schedule.pop(next, lane);
             if (work.tile < 0) return;
             // All are asked for before one is waited for.
-            const int at = work.step * pieces + lane;
-            const bool walks = lane < work.steps * pieces;
+            const int at = work.step * pieces() + lane;
+            const bool walks = lane < work.steps * pieces();
             const int k = walks ? __ldg(plan.k + at) : 0, slot = walks ? __ldg(plan.slots + at) : 0;
             const int feature = __ldg(plan.rows + work.tile) * kRows + kRows / kWarpSize * lane;
             const int token = Traits::first_token(work, rank) + Traits::kTileTokens / kWarpSize * lane;
@@ -202,11 +206,9 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     // Scales inside of the sums are asked for with a step, and their products written after the next one's
     // operands have been asked for.
     __device__ void load_weight(int ring) const {
+        if (Weight::kPlain && ring == 0) return load_ahead();
         Queued next;
         Position position;
-        if constexpr (Weight::kPlain) {
-            if (ring == 0) return load_ahead(next, position);
-        }
         [[maybe_unused]] StepScales scales;
         for (int turn = 0;; turn ^= 1) {
             const Work work = shared.schedule.pop(next, lane);
@@ -273,9 +275,11 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
         }
     }
 
-    // Loads one ring: the next tile is taken, and what the plan says of it asked for, while a stage of the
-    // one before is waited for.
-    __device__ void load_ahead(Queued next, Position position) const {
+    // Loads the only ring: the next tile is taken, and what the plan says of it asked for, while a stage of
+    // the one before is waited for.
+    __device__ void load_ahead() const {
+        Queued next;
+        Position position;
         Work next_work;
         int2 steps;
         const auto take = [&] {
@@ -333,21 +337,14 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     static constexpr int kWarpSize = 32;
 };
 
-template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>;
-    using Work = typename Traits::Work;
-    using Half = typename Traits::Accumulator[Traits::kSums];
-    using Sums = Half[Traits::kFeatureHalves];
-    using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
-    using Atom = typename HalvedAtom<Math, kOp, Traits::kTileTokens>::Type;
-    using Position = typename Ring<Traits::kStages>::Position;
-    static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
-    static constexpr bool kHalved = !is_quantized(Traits::Math::kInput);
-
+// The products of a warpgroup's tiles, and what all of their ends have in common.
+template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped>
+class PingPongProducts {
   public:
-    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                           const DdsPlan& plan, int rank, int warpgroup)
+    using Traits = PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>;
+
+    __device__ PingPongProducts(const DdsArguments& arguments, typename Traits::Shared& shared,
+                                const DdsPlan& plan, int rank, int warpgroup)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
@@ -355,6 +352,225 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
           warpgroup_(warpgroup),
           ring_(Traits::kRings == 2 ? warpgroup : 0),
           lane_(threadIdx.x % kWarpSize) {}
+
+  protected:
+    using Work = typename Traits::Work;
+    using Half = typename Traits::Accumulator[Traits::kSums];
+    using Sums = Half[Traits::kFeatureHalves];
+    using Atom = typename HalvedAtom<Math, kOp, Traits::kTileTokens>::Type;
+    static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
+    static constexpr bool kHalved = !is_quantized(Traits::Math::kInput);
+    static constexpr int kWarpSize = 32;
+    static constexpr int kTurns = 5;  // the first of two barriers, behind those of the epilogue
+
+    template <class Visit>
+    __device__ static void each_half(Visit visit) {
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) visit(half);
+    }
+
+    // Steps of the other warpgroup.
+    __device__ void skip(int steps) {
+        constexpr int kLent = Traits::kStages - 1;
+        if (Traits::stages(arguments_) == kLent)
+            position_.template skip<kLent>(steps);
+        else
+            position_.skip(steps);
+    }
+
+    // Steps of a tile without tokens. The warps stay together: see release_input() of other kernels.
+    __device__ void pass_over(int steps) {
+        for (int step = 0; step < steps; ++step) {
+            shared_.weight_ring[ring_].wait_full(position_);
+            __syncwarp();
+            sync();
+            release(position_.stage);
+            position_.advance(Traits::stages(arguments_));
+        }
+    }
+
+    __device__ static void clear(Sums& sums) {
+        asm volatile("");  // see DdsConsumer
+        each_half([&](int half) {
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] = 0;
+        });
+    }
+
+    // Some steps of a tile, as many as there are lanes or less.
+    __device__ void multiply(Sums& sums, int first, int count) {
+        for (int step = 0; step < count; ++step) {
+            shared_.weight_ring[ring_].wait_full(position_);
+            if constexpr (kPromotes)
+                promote(sums, [] {});
+            else
+                keep(sums, first + step > 0);
+            position_.advance(Traits::stages(arguments_));
+        }
+    }
+
+    __device__ void begin_carrying(const Work& work) {
+        const int interval = arguments_.carried_products;
+        carry_times_.begin(interval, 0, 1);
+        carries_ = work.steps > interval / (2 * Traits::Weight::kStepProducts);
+        if (carries_) each_half([&](int half) { carried_[half].begin(); });
+    }
+    __device__ void add_carried(Sums& sums) const {
+        if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
+    }
+
+    __device__ void release_multiplied() {
+        if (multiplied_ >= 0) release(multiplied_);
+        multiplied_ = -1;
+    }
+
+    // Half of the tokens after the other, in the same registers. These are the rows of the products: a thread
+    // has two of 64, and their factors at hand if there are scales inside of the sums. `meanwhile`: what is
+    // done with the first half while the other one is multiplied.
+    template <class Meanwhile>
+    __device__ void promote(Sums& sums, Meanwhile meanwhile) {
+        Half products;
+        [[maybe_unused]] float2 factors[2];
+        each_half([&](int half) {
+            const char* const input =
+                shared_.input[ring_][position_.stage] + half * (Traits::kInputBytes / 2);
+            multiply_step<Atom>(products, arguments_.tokens_by_k, operand_address(input), arguments_.weight,
+                                operand_address(shared_.weight[ring_][position_.stage][0]), false);
+            if constexpr (Traits::kScaled)
+                if (half == 0) read_factors(factors);
+            if (half == 1) meanwhile();
+            cute::warpgroup_wait<0>();
+            if (half == 1) release(position_.stage);
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i)
+                if constexpr (Traits::kScaled)
+                    sums[half][i] =
+                        fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y, sums[half][i]);
+                else
+                    sums[half][i] += products[i];
+        });
+    }
+
+    // Scales outside of the sums: of a token, and of the thread's features in each half.
+    __device__ float token_scale(int token) const {
+        return token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
+    }
+    struct FeatureScales {
+        float2 of[Traits::kFeatureHalves];
+    };
+    __device__ FeatureScales read_feature_scales(int row) const {
+        FeatureScales scales;
+        const float* const first =
+            arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+        const int second = to_second<Traits::kPairsRows>(arguments_, lane_ / 4);
+#pragma unroll
+        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
+            const float* const of = first + half * Traits::kWarpgroupFeatures;
+            scales.of[half] = {__ldg(of), __ldg(of + second)};
+        }
+        return scales;
+    }
+
+    // The thread in its warpgroup. The compiler cannot see it, and computes nothing of it before the loop, in
+    // registers.
+    __device__ static int unseen_thread() {
+        int thread = threadIdx.x % 128;
+        asm volatile("" : "+r"(thread));
+        return thread;
+    }
+
+    __device__ void sync() const {
+        cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
+    }
+
+    // One thread. Of a grouped product only tokens of the group are stored.
+    __device__ void store_box(const char* buffer, int x, int y, const Work& work) const {
+        if constexpr (kGrouped) {
+            if (y >= work.end) return;
+            store_range_box(&arguments_.output, buffer, x, y, min(work.end - y, Traits::kChunkTokens));
+        } else {
+            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffer, x, y);
+        }
+        cute::tma_store_arrive();
+    }
+
+    const DdsArguments& arguments_;
+    typename Traits::Shared& shared_;
+    const DdsPlan& plan_;
+    int rank_;
+    int warpgroup_;
+    int ring_;
+    int lane_;
+    RingPosition<Traits::kStages> position_;
+
+  private:
+    __device__ void keep(Sums& sums, bool add) {
+        if constexpr (kCarries) carry(sums);
+        cute::warpgroup_arrive();
+        each_half([&](int half) {
+            const uint32_t tokens = operand_address(shared_.input[ring_][position_.stage]);
+            const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][half]);
+            wgmma_of_step<Atom>(sums[half], arguments_.weight, weight, arguments_.tokens_by_k, tokens, add);
+            if (kHalved || half == Traits::kFeatureHalves - 1) cute::warpgroup_commit_batch();
+        });
+        if (multiplied_ >= 0) {
+            cute::warpgroup_wait<kHalved ? Traits::kFeatureHalves : 1>();
+            release(multiplied_);
+        }
+        multiplied_ = position_.stage;
+    }
+    __device__ void carry(Sums& sums) {
+        if (carry_times_.are_due() && carries_) {
+            cute::warpgroup_wait<0>();
+            release_multiplied();
+            const float factor = carry_times_.factor();
+            // Always true, see DdsConsumer.
+            if (arguments_.carried_products > 0)
+                each_half([&](int half) { carried_[half].carry(sums[half], factor); });
+        }
+        carry_times_.add(Traits::Weight::kStepProducts);
+    }
+
+    // The factors of a thread's tokens, two of each half.
+    __device__ void read_factors(float2 (&factors)[2]) {
+        auto& ring = shared_.input_ring.rings[ring_];
+        ring.wait_full(factors_);
+        const float* const of =
+            shared_.input_ring.of[ring_][factors_.stage] + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) factors[half] = {of[64 * half], of[64 * half + 8]};
+        __syncwarp();
+        if (lane_ == 0) ring.empty[factors_.stage].arrive();
+        factors_.advance();
+    }
+
+    __device__ void release(int stage) const {
+        const int thread = threadIdx.x % 128;
+        if (thread < Traits::kRanks) shared_.weight_ring[ring_].empty[stage].arrive(thread);
+    }
+
+    int multiplied_ = -1;      // stage of the products under way
+    RingPosition<2> factors_;  // of scales inside of the sums
+    bool carries_ = false;
+    CarryTimes carry_times_;
+    [[no_unique_address]] std::conditional_t<kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
+        carried_[Traits::kFeatureHalves];
+};
+
+template <class Math, int kRows, int kTokens, Op kOp, bool kGrouped, bool kRowMajorInput>
+class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajorInput>
+    : PingPongProducts<Math, kRows, kTokens, kOp, kGrouped> {
+    using Base = PingPongProducts<Math, kRows, kTokens, kOp, kGrouped>;
+    using Base::arguments_, Base::shared_, Base::plan_, Base::rank_, Base::warpgroup_, Base::ring_;
+    using Base::kCarries, Base::kHalved, Base::kPromotes, Base::kTurns, Base::kWarpSize;
+    using Base::lane_, Base::position_, Base::clear, Base::each_half, Base::release_multiplied, Base::sync;
+    using Base::multiply, Base::promote, Base::store_box;
+    using typename Base::FeatureScales;
+    using typename Base::Half, typename Base::Sums, typename Base::Traits, typename Base::Work;
+    using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
+
+  public:
+    using Base::Base;
 
     __device__ void run() {
         // The epilogue needs no registers for what is known here.
@@ -372,7 +588,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) break;
             if (turn != warpgroup_) {
-                if constexpr (!kPromotes) skip(work.steps);
+                if constexpr (!kPromotes) this->skip(work.steps);
                 continue;
             }
             [[maybe_unused]] std::conditional_t<kPromotes, RowScales, EndScales> scales;
@@ -388,8 +604,8 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             else
                 cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
             const bool lacks_tokens = Traits::lacks_tokens(work, rank_);
-            if (lacks_tokens) pass_over(work.steps);
-            if constexpr (kCarries) begin_carrying(work);
+            if (lacks_tokens) this->pass_over(work.steps);
+            if constexpr (kCarries) this->begin_carrying(work);
             // The end of a tile of plain results begins with its last step, see finish_scaled().
             const bool is_plain = Traits::kScaled && Epilogue::is_plain(arguments_);
             const int steps = is_plain ? work.steps - 1 : work.steps;
@@ -402,8 +618,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                     release_multiplied();
                     if (work.steps == 0) clear(sums);
                 }
-                if constexpr (kCarries)
-                    if (carries_) each_half([&](int half) { carried_[half].add_to(sums[half]); });
+                if constexpr (kCarries) this->add_carried(sums);
             }
             if (lacks_tokens) {
                 if constexpr (kHalved)
@@ -411,15 +626,13 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 continue;
             }
             if constexpr (Traits::kScales && !kPromotes) scale(sums, scales);
-            // The compiler cannot see it, and computes nothing of it before the loop, in registers.
-            int thread = threadIdx.x % 128;
-            asm volatile("" : "+r"(thread));
+            const int thread = Base::unseen_thread();
             if constexpr (kHalved) {
                 finish(sums, work, row, thread, residual_parity & 1);
             } else if constexpr (Traits::kScaled) {
                 finish_scaled(sums, work, row, thread, residual_parity & 1, is_plain);
             } else if constexpr (kPromotes) {
-                const FeatureScales of_features = read_feature_scales(row);
+                const ColumnScales of_features = read_column_scales(row);
                 const auto store = [&](auto plain) {
                     each_half([&](int half) {
                         scale(sums[half], scales.tokens[half], of_features);
@@ -459,150 +672,23 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     }
 
   private:
-    static constexpr int kWarpSize = 32;
-    static constexpr int kTurns = 5;  // the first of two barriers, behind those of the epilogue
-
-    template <class Visit>
-    __device__ static void each_half(Visit visit) {
-#pragma unroll
-        for (int half = 0; half < Traits::kFeatureHalves; ++half) visit(half);
+    // Features before those of the tile's weight.
+    __device__ int features_before(const Work& work) const {
+        if constexpr (kGrouped)
+            return work.group * arguments_.group_rows * kRows;
+        else
+            return 0;
     }
 
-    // Steps of the other warpgroup.
-    __device__ void skip(int steps) {
-        const int stage = position_.stage + steps;
-        const int lent = Traits::kStages - 1;
-        if (Traits::stages(arguments_) == lent) {
-            position_.stage = stage % lent;
-            position_.parity ^= stage / lent & 1;
-        } else {
-            position_.stage = stage % Traits::kStages;
-            position_.parity ^= stage / Traits::kStages & 1;
-        }
-    }
-
-    // Steps of a tile without tokens. The warps stay together: see release_input() of other kernels.
-    __device__ void pass_over(int steps) {
-        for (int step = 0; step < steps; ++step) {
-            shared_.weight_ring[ring_].wait_full(position_);
-            __syncwarp();
-            cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
-            release(position_.stage);
-            position_.advance(Traits::stages(arguments_));
-        }
-    }
-
-    __device__ static void clear(Sums& sums) {
-        asm volatile("");  // see DdsConsumer
-        each_half([&](int half) {
-#pragma unroll
-            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] = 0;
-        });
-    }
-
-    // Some steps of a tile, as many as there are lanes or less.
-    __device__ void multiply(Sums& sums, int first, int count) {
-        for (int step = 0; step < count; ++step) {
-            shared_.weight_ring[ring_].wait_full(position_);
-            if constexpr (kPromotes)
-                promote(sums, [] {});
-            else
-                keep(sums, first + step > 0);
-            position_.advance(Traits::stages(arguments_));
-        }
-    }
-
-    // Starts the products of half of the features in a step.
-    __device__ void start(Half& sums, int half, bool add) const {
-        const uint32_t tokens = operand_address(shared_.input[ring_][position_.stage]);
-        const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][half]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            wgmma<Atom>(sums, arguments_.weight.at(weight, i), arguments_.tokens_by_k.at(tokens, i),
-                        add || i > 0);
-    }
-
-    __device__ void begin_carrying(const Work& work) {
-        const int interval = arguments_.carried_products;
-        carry_times_.begin(interval, 0, 1);
-        carries_ = work.steps > interval / (2 * Traits::Weight::kStepProducts);
-        if (carries_) each_half([&](int half) { carried_[half].begin(); });
-    }
-    __device__ void carry(Sums& sums) {
-        if (carry_times_.are_due() && carries_) {
-            cute::warpgroup_wait<0>();
-            release_multiplied();
-            const float factor = carry_times_.factor();
-            // Always true, see DdsConsumer.
-            if (arguments_.carried_products > 0)
-                each_half([&](int half) { carried_[half].carry(sums[half], factor); });
-        }
-        carry_times_.add(Traits::Weight::kStepProducts);
-    }
-
-    __device__ void keep(Sums& sums, bool add) {
-        if constexpr (kCarries) carry(sums);
-        cute::warpgroup_arrive();
-        each_half([&](int half) {
-            start(sums[half], half, add);
-            if (kHalved || half == Traits::kFeatureHalves - 1) cute::warpgroup_commit_batch();
-        });
-        if (multiplied_ >= 0) {
-            cute::warpgroup_wait<kHalved ? Traits::kFeatureHalves : 1>();
-            release(multiplied_);
-        }
-        multiplied_ = position_.stage;
-    }
-    __device__ void release_multiplied() {
-        if (multiplied_ >= 0) release(multiplied_);
-        multiplied_ = -1;
-    }
-
-    // Half of the tokens after the other, in the same registers. These are the rows of the products: a thread
-    // has two of 64, and their factors at hand if there are scales inside of the sums. `meanwhile`: what is
-    // done with the first half while the other one is multiplied.
-    template <class Meanwhile>
-    __device__ void promote(Sums& sums, Meanwhile meanwhile) {
-        Half products;
-        [[maybe_unused]] float2 factors[2];
-        each_half([&](int half) {
-            cute::warpgroup_arrive();
-            start_tokens(products, half);
-            cute::warpgroup_commit_batch();
-            if constexpr (Traits::kScaled)
-                if (half == 0) read_factors(factors);
-            if (half == 1) meanwhile();
-            cute::warpgroup_wait<0>();
-            if (half == 1) release(position_.stage);
-#pragma unroll
-            for (int i = 0; i < Traits::kSums; ++i)
-                if constexpr (Traits::kScaled)
-                    sums[half][i] =
-                        fmaf(products[i], i / 2 % 2 == 0 ? factors[half].x : factors[half].y, sums[half][i]);
-                else
-                    sums[half][i] += products[i];
-        });
-    }
-    __device__ void start_tokens(Half& products, int half) const {
-        const char* const input = shared_.input[ring_][position_.stage] + half * (Traits::kInputBytes / 2);
-        const uint32_t tokens = operand_address(input);
-        const uint32_t weight = operand_address(shared_.weight[ring_][position_.stage][0]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            wgmma<Atom>(products, arguments_.tokens_by_k.at(tokens, i), arguments_.weight.at(weight, i),
-                        i > 0);
-    }
-    // The factors of a thread's tokens, two of each half.
-    __device__ void read_factors(float2 (&factors)[2]) {
-        auto& ring = shared_.input_ring.rings[ring_];
-        ring.wait_full(factors_);
-        const float* const of =
-            shared_.input_ring.of[ring_][factors_.stage] + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) factors[half] = {of[64 * half], of[64 * half + 8]};
+    // Adds the residual of a chunk to its sums, or multiplies them by its gate, when it has arrived.
+    template <bool kRowMajor, class Staging>
+    __device__ void add_residual(const Staging& staging, float* sums, char* buffer, const Barrier& arrived,
+                                 uint32_t parity) const {
+        wait(arrived, parity);
+        if (arguments_.gate_activation != Activation::none)
+            staging.template activate<kRowMajor>(buffer, arguments_.gate_activation);
         __syncwarp();
-        if (lane_ == 0) ring.empty[factors_.stage].arrive();
-        factors_.advance();
+        with_join(arguments_, [&](auto join) { staging.template combine<kRowMajor>(sums, buffer, join); });
     }
 
     // The end of a tile with scales inside of the sums. Plain results: of the first half of the tokens while
@@ -635,8 +721,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         const auto& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half];
         const bool has_residual = !kPlain && arguments_.has_residual;
         const int token = Traits::first_token(work, rank_) + Traits::kTileTokens / 2 * half;
-        int first = feature;  // of those of its weight
-        if constexpr (kGrouped) first -= work.group * arguments_.group_rows * kRows;
+        const int first = feature - features_before(work);
         const auto own_chunk = [&](auto visit) {
             if (lane > 0 || warp >= Traits::kChunks) return;
             const int x = first + Traits::kWarpgroupFeatures * warp;
@@ -663,20 +748,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
 #pragma unroll
             for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
                 float* const of = sums + chunk * (Traits::kSums / Traits::kChunks);
-                char* const buffer = buffers[chunk];
-                if (has_residual) {
-                    wait(arrived[chunk], parity);
-                    if (arguments_.gate_activation != Activation::none)
-                        staging.template activate<kAsFeatures>(buffer, arguments_.gate_activation);
-                    __syncwarp();
-                    if (arguments_.gated)
-                        staging.template combine<kAsFeatures>(
-                            of, buffer, [](float sum, float gate) { return sum * gate; });
-                    else
-                        staging.template combine<kAsFeatures>(
-                            of, buffer, [](float sum, float other) { return sum + other; });
-                }
-                staging.template put<kAsFeatures>(of, buffer);
+                if (has_residual)
+                    add_residual<kAsFeatures>(staging, of, buffers[chunk], arrived[chunk], parity);
+                staging.template put<kAsFeatures>(of, buffers[chunk]);
             }
         };
         if (row_major)
@@ -685,16 +759,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             put(std::false_type{});
         cutlass::arch::fence_view_async_shared();
         sync();
-        own_chunk([&](int x, int y) {
-            if constexpr (kGrouped) {
-                if (y >= work.end) return;
-                store_range_box(&arguments_.output, buffers[warp], x, y,
-                                min(work.end - y, Traits::kChunkTokens));
-            } else {
-                cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], x, y);
-            }
-            cute::tma_store_arrive();
-        });
+        own_chunk([&](int x, int y) { store_box(buffers[warp], x, y, work); });
     }
 
     // The end of a tile in 16 bits, whose results are row-major: one half of the features after the other by
@@ -707,25 +772,13 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         bool is_own;  // of the lane
         int half, chunk;
         int feature, token;  // the first ones
-        int tokens;          // of a group, from the first on
-
-        __device__ Chunk(const DdsArguments& arguments, const Work& work, int row, int first_token,
-                         int thread)
-            : is_own(thread % kWarpSize == 0),
-              half(thread / kWarpSize / kChunks),
-              chunk(thread / kWarpSize % kChunks),
-              feature(row * kRows + half * Traits::kWarpgroupFeatures),
-              token(first_token + chunk * Traits::kChunkTokens),
-              tokens(0) {
-            static_assert(Traits::kFeatureHalves * kChunks == 4, "a warp for each");
-            if constexpr (kGrouped) {
-                feature -= work.group * arguments.group_rows * kRows;
-                tokens = work.end - token;
-            }
-        }
     };
     __device__ Chunk chunk_of(const Work& work, int row, int thread) const {
-        return Chunk(arguments_, work, row, Traits::first_token(work, rank_), thread);
+        static_assert(Traits::kFeatureHalves * kChunks == 4, "a warp for each");
+        const int warp = thread / kWarpSize, half = warp / kChunks, chunk = warp % kChunks;
+        return {thread % kWarpSize == 0, half, chunk,
+                row * kRows + half * Traits::kWarpgroupFeatures - features_before(work),
+                Traits::first_token(work, rank_) + chunk * Traits::kChunkTokens};
     }
     __device__ const Barrier& arrival_of(int half, int chunk) const {
         return shared_.residual[Traits::kFeatureHalves * warpgroup_ + half][chunk];
@@ -745,9 +798,6 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         load_box(&arguments_.residual, arrived, Multicast{1}, residual_of(own.half, own.chunk), own.feature,
                  own.token);
     }
-    __device__ void sync() const {
-        cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
-    }
 
     __device__ void finish(Sums& sums, const Work& work, int row, int thread, uint32_t parity) {
         using Result = typename Traits::Result;
@@ -758,10 +808,10 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         // The first half is stored while the last products of the second run.
         if (is_plain && work.steps > 0) {
             cute::warpgroup_wait<Traits::kFeatureHalves - 1>();
-            store_half(sums, 0, staging, own);
+            store_half(sums, 0, staging, own, work);
             cute::warpgroup_wait<0>();
             release_multiplied();
-            return store_half(sums, 1, staging, own);
+            return store_half(sums, 1, staging, own, work);
         }
         cute::warpgroup_wait<0>();
         release_multiplied();
@@ -776,76 +826,45 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 for (int i = 0; i < Traits::kSums; ++i) sums[half][i] += i / 2 % 2 == 0 ? first : second;
             }
             activate_all<Result>(sums[half], arguments_.activation);
-            if (!arguments_.has_residual) return store_half(sums, half, staging, own);
+            if (!arguments_.has_residual) return store_half(sums, half, staging, own, work);
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk) {
                 float* const of = sums[half] + chunk * kChunkSums;
                 char* const buffer = residual_of(half, chunk);
-                wait(arrival_of(half, chunk), parity);
-                if (arguments_.gate_activation != Activation::none)
-                    staging.template activate<true>(buffer, arguments_.gate_activation);
-                __syncwarp();
-                if (arguments_.gated)
-                    staging.template combine<true>(of, buffer,
-                                                   [](float sum, float gate) { return sum * gate; });
-                else
-                    staging.template combine<true>(of, buffer,
-                                                   [](float sum, float other) { return sum + other; });
+                add_residual<true>(staging, of, buffer, arrival_of(half, chunk), parity);
                 staging.template put<true>(of, buffer);
             }
         });
-        if (arguments_.has_residual) store_own(residual_of(own.half, own.chunk), own, own.is_own);
+        if (arguments_.has_residual) store_own(residual_of(own.half, own.chunk), own, work, own.is_own);
     }
-    __device__ void store_half(const Sums& sums, int half, const Staging& staging, const Chunk& own) const {
+    __device__ void store_half(const Sums& sums, int half, const Staging& staging, const Chunk& own,
+                               const Work& work) const {
         if (own.is_own) cute::tma_store_wait<0>();
         sync();
         auto& buffers = shared_.output[warpgroup_];
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
             staging.template put<true>(sums[half] + chunk * kChunkSums, buffers[chunk]);
-        store_own(buffers[own.chunk], own, own.is_own && own.half == half);
+        store_own(buffers[own.chunk], own, work, own.is_own && own.half == half);
     }
-    __device__ void store_own(const char* buffer, const Chunk& own, bool stores) const {
+    __device__ void store_own(const char* buffer, const Chunk& own, const Work& work, bool stores) const {
         cutlass::arch::fence_view_async_shared();
         sync();
-        if (!stores) return;
-        if constexpr (kGrouped) {
-            if (own.tokens <= 0) return;
-            store_range_box(&arguments_.output, buffer, own.feature, own.token,
-                            min(own.tokens, Traits::kChunkTokens));
-        } else {
-            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffer, own.feature, own.token);
-        }
-        cute::tma_store_arrive();
-    }
-
-    __device__ void release(int stage) const {
-        const int thread = threadIdx.x % 128;
-        if (thread < Traits::kRanks) shared_.weight_ring[ring_].empty[stage].arrive(thread);
+        if (stores) store_box(buffer, own.feature, own.token, work);
     }
 
     // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
-    // thread's features in each half.
+    // thread's features.
     struct EndScales {
         float tokens[Traits::kTileTokens / kWarpSize];
-        float2 features[Traits::kFeatureHalves];
+        FeatureScales features;
     };
     __device__ EndScales read_end_scales(const Work& work) const {
         EndScales scales;
 #pragma unroll
-        for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i) {
-            const int token = Traits::first_token(work, rank_) + kWarpSize * i + lane_;
-            scales.tokens[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
-        }
-        const int row = __ldg(plan_.rows + work.tile);
-        const float* const first =
-            arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
-        const int second = to_second<Traits::kPairsRows>(arguments_, lane_ / 4);
-#pragma unroll
-        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
-            const float* const of = first + half * Traits::kWarpgroupFeatures;
-            scales.features[half] = {__ldg(of), __ldg(of + second)};
-        }
+        for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i)
+            scales.tokens[i] = this->token_scale(Traits::first_token(work, rank_) + kWarpSize * i + lane_);
+        scales.features = this->read_feature_scales(__ldg(plan_.rows + work.tile));
         return scales;
     }
     // See DdsEpilogue for where the sums of a thread are.
@@ -860,11 +879,10 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 const float of_token = j % 2 == 0 ? of_first : of_second;
 #pragma unroll
                 for (int half = 0; half < Traits::kFeatureHalves; ++half) {
-                    auto& scaled = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
-                    const float2 features = scales.features[half];
+                    auto& results = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
+                    const float2 features = scales.features.of[half];
                     const float of_feature = j / 2 == 0 ? features.x : features.y;
-                    scaled[i + j] =
-                        __fmul_rn(__fmul_rn(static_cast<float>(sums[half][i + j]), of_token), of_feature);
+                    results[i + j] = scaled(sums[half][i + j], of_token, of_feature);
                 }
             }
         }
@@ -878,71 +896,46 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ RowScales read_row_scales(const Work& work) const {
         RowScales scales;
         const int first = Traits::first_token(work, rank_) + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
-        const auto of = [&](int token) {
-            return token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
-        };
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            scales.tokens[half] = {of(first + 64 * half), of(first + 64 * half + 8)};
+            scales.tokens[half] = {this->token_scale(first + 64 * half),
+                                   this->token_scale(first + 64 * half + 8)};
         return scales;
     }
-    struct FeatureScales {
+    struct ColumnScales {
         float2 of[Traits::kSums / 4];  // of two in each eight
     };
-    __device__ FeatureScales read_feature_scales(int row) const {
-        FeatureScales scales;
+    __device__ ColumnScales read_column_scales(int row) const {
+        ColumnScales scales;
         const float* const first = arguments_.scales + row * kRows + lane_ % 4 * 2;
 #pragma unroll
         for (int i = 0; i < Traits::kSums / 4; ++i)
             scales.of[i] = {__ldg(first + 8 * i), __ldg(first + 8 * i + 1)};
         return scales;
     }
-    __device__ static void scale(Half& sums, float2 of_tokens, const FeatureScales& scales) {
+    __device__ static void scale(Half& sums, float2 of_tokens, const ColumnScales& scales) {
 #pragma unroll
         for (int i = 0; i < Traits::kSums; ++i) {
             const float2 of_features = scales.of[i / 4];
-            sums[i] = __fmul_rn(__fmul_rn(sums[i], i / 2 % 2 == 0 ? of_tokens.x : of_tokens.y),
-                                i % 2 == 0 ? of_features.x : of_features.y);
+            sums[i] = scaled(sums[i], i / 2 % 2 == 0 ? of_tokens.x : of_tokens.y,
+                             i % 2 == 0 ? of_features.x : of_features.y);
         }
     }
-
-    const DdsArguments& arguments_;
-    typename Traits::Shared& shared_;
-    const DdsPlan& plan_;
-    int rank_;
-    int warpgroup_;
-    int ring_;
-    int lane_;
-    Position position_;
-    int multiplied_ = -1;      // stage of the products under way
-    RingPosition<2> factors_;  // of scales inside of the sums
-    bool carries_ = false;
-    CarryTimes carry_times_;
-    [[no_unique_address]] std::conditional_t<kCarries, CarriedSums<Traits::kSums>, NoCarriedSums>
-        carried_[Traits::kFeatureHalves];
 };
 
 // Results that are what the sums are, row-major, of int8: the sums of a thread leave registers for little
 // else. So the scales of tokens lie in shared memory, and each 64 tokens are scaled, rounded and stored at a
 // time.
 template <class Math, bool kRowMajorInput>
-class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorInput> {
-    using Traits = PingPongTraits<Math, 128, 192, Op::dds_nt, false>;
-    using Work = typename Traits::Work;
-    using Half = typename Traits::Accumulator[Traits::kSums];
-    using Sums = Half[Traits::kFeatureHalves];
-    using Atom = cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN;
-    using Position = typename Ring<Traits::kStages>::Position;
+class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorInput>
+    : PingPongProducts<Math, 128, 192, Op::dds_nt, false> {
+    using Base = PingPongProducts<Math, 128, 192, Op::dds_nt, false>;
+    using Base::arguments_, Base::shared_, Base::plan_, Base::rank_, Base::warpgroup_, Base::lane_;
+    using Base::kTurns, Base::kWarpSize, Base::clear, Base::sync;
+    using typename Base::FeatureScales, typename Base::Sums, typename Base::Traits, typename Base::Work;
 
   public:
-    __device__ DdsConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                           const DdsPlan& plan, int rank, int warpgroup)
-        : arguments_(arguments),
-          shared_(shared),
-          plan_(plan),
-          rank_(rank),
-          warpgroup_(warpgroup),
-          lane_(threadIdx.x % kWarpSize) {}
+    using Base::Base;
 
     __device__ void run() {
         typename Ring<Traits::Schedule::kQueue>::Position next;
@@ -953,7 +946,7 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
         const auto take = [&] {
             Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return work;
-            skip(work.steps);
+            this->skip(work.steps);
             return shared_.schedule.pop(next, lane_);
         };
         Work next_work = warpgroup_ == 0 ? shared_.schedule.pop(next, lane_) : take();
@@ -961,107 +954,32 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
             const Work work = next_work;
             cutlass::arch::NamedBarrier::sync(256, kTurns + warpgroup_);
             for (int first = 0; first < work.steps; first += kWarpSize)
-                multiply(sums, first, min(kWarpSize, work.steps - first));
+                this->multiply(sums, first, min(kWarpSize, work.steps - first));
             cutlass::arch::NamedBarrier::arrive(256, kTurns + (warpgroup_ ^ 1));
             // While the last products are under way.
             const int row = __ldg(plan_.rows + work.tile);
             float of_tokens[kOwnTokens];
             read_token_scales(of_tokens, work);
-            const FeatureScales scales = read_feature_scales(row);
+            const FeatureScales scales = this->read_feature_scales(row);
             next_work = take();
             put_token_scales(of_tokens);
             cute::warpgroup_wait<0>();
-            release_multiplied();
+            this->release_multiplied();
             if (work.steps == 0) clear(sums);
-            // The compiler cannot see it, and computes nothing of it before the loop, in registers.
-            int thread = threadIdx.x % 128;
-            asm volatile("" : "+r"(thread));
-            store<0>(sums, scales, row, Traits::first_token(work, rank_), thread);
+            store<0>(sums, scales, row, work, Base::unseen_thread());
         }
         cute::tma_store_wait<0>();
     }
 
   private:
-    static constexpr int kWarpSize = 32;
-    static constexpr int kTurns = 5;  // as of other tiles
     static constexpr int kOwnTokens = (Traits::kTileTokens + 127) / 128;
 
-    template <class Visit>
-    __device__ static void each_half(Visit visit) {
-#pragma unroll
-        for (int half = 0; half < Traits::kFeatureHalves; ++half) visit(half);
-    }
-
-    // Steps of the other warpgroup.
-    __device__ void skip(int steps) {
-        const int stage = position_.stage + steps;
-        position_.stage = stage % Traits::kStages;
-        position_.parity ^= stage / Traits::kStages & 1;
-    }
-
-    __device__ static void clear(Sums& sums) {
-        asm volatile("");  // see DdsConsumer
-        each_half([&](int half) {
-#pragma unroll
-            for (int i = 0; i < Traits::kSums; ++i) sums[half][i] = 0;
-        });
-    }
-
-    __device__ void multiply(Sums& sums, int first, int count) {
-        for (int step = 0; step < count; ++step) {
-            shared_.weight_ring[0].wait_full(position_);
-            keep(sums, first + step > 0);
-            position_.advance();
-        }
-    }
-    __device__ void keep(Sums& sums, bool add) {
-        cute::warpgroup_arrive();
-        each_half([&](int half) {
-            const uint32_t tokens = operand_address(shared_.input[0][position_.stage]);
-            const uint32_t weight = operand_address(shared_.weight[0][position_.stage][half]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                wgmma<Atom>(sums[half], arguments_.weight.at(weight, i), arguments_.tokens_by_k.at(tokens, i),
-                            add || i > 0);
-        });
-        cute::warpgroup_commit_batch();
-        if (multiplied_ >= 0) {
-            cute::warpgroup_wait<1>();
-            release(multiplied_);
-        }
-        multiplied_ = position_.stage;
-    }
-    __device__ void release_multiplied() {
-        if (multiplied_ >= 0) release(multiplied_);
-        multiplied_ = -1;
-    }
-    __device__ void release(int stage) const {
-        const int thread = threadIdx.x % 128;
-        if (thread < Traits::kRanks) shared_.weight_ring[0].empty[stage].arrive(thread);
-    }
-
-    // Scales outside of the sums. Those of the thread's features in each half are kept; those of tokens go to
-    // shared memory, where they are when the threads have been waited for.
-    struct FeatureScales {
-        float2 of[Traits::kFeatureHalves];
-    };
-    __device__ FeatureScales read_feature_scales(int row) const {
-        FeatureScales scales;
-        const float* const first =
-            arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
-#pragma unroll
-        for (int half = 0; half < Traits::kFeatureHalves; ++half) {
-            const float* const of = first + half * Traits::kWarpgroupFeatures;
-            scales.of[half] = {__ldg(of), __ldg(of + 8)};
-        }
-        return scales;
-    }
+    // Scales outside of the sums. Those of tokens go to shared memory, where they are when the threads have
+    // been waited for.
     __device__ void read_token_scales(float (&scales)[kOwnTokens], const Work& work) const {
 #pragma unroll
-        for (int i = 0; i < kOwnTokens; ++i) {
-            const int token = Traits::first_token(work, rank_) + threadIdx.x % 128 + 128 * i;
-            scales[i] = token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
-        }
+        for (int i = 0; i < kOwnTokens; ++i)
+            scales[i] = this->token_scale(Traits::first_token(work, rank_) + threadIdx.x % 128 + 128 * i);
     }
     __device__ void put_token_scales(const float (&scales)[kOwnTokens]) const {
 #pragma unroll
@@ -1074,17 +992,11 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
     __device__ float4 scales_of(int token) const {
         return reinterpret_cast<const float4&>(shared_.factors.of_token(warpgroup_, token + lane_ % 4 * 2));
     }
-    __device__ float scaled(float sum, float of_token, float of_feature) const {
-        return __fmul_rn(__fmul_rn(sum, of_token), of_feature);
-    }
-    __device__ void sync() const {
-        cutlass::arch::NamedBarrier::sync(128, 1 + Traits::kFeatureHalves * warpgroup_);
-    }
 
     // Stores all features of a chunk of tokens, and the next chunks. They take two sets of buffers in turn.
     // See HalfStaging for the places.
     template <int kChunk>
-    __device__ void store(const Sums& sums, const FeatureScales& scales, int row, int first_token,
+    __device__ void store(const Sums& sums, const FeatureScales& scales, int row, const Work& work,
                           int thread) const {
         constexpr int kHalves = Traits::kFeatureHalves, kChunkTokens = Traits::kChunkTokens;
         constexpr int kSets = Traits::kChunks / kHalves, kSet = kChunk % kSets;
@@ -1114,14 +1026,10 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
             if (lane == 0) cute::tma_store_wait<0>();
         sync();
         const int half = warp - kSet * kHalves;
-        if (lane == 0 && half >= 0 && half < kHalves) {
-            const int token = first_token + kChunk * kChunkTokens;
-            const int feature = row * Traits::kTileFeatures + half * Traits::kWarpgroupFeatures;
-            cute::SM90_TMA_STORE_2D::copy(&arguments_.output, buffers[warp], feature, token);
-            cute::tma_store_arrive();
-        }
-        if constexpr (kChunk + 1 < Traits::kAllChunks)
-            store<kChunk + 1>(sums, scales, row, first_token, thread);
+        if (lane == 0 && half >= 0 && half < kHalves)
+            this->store_box(buffers[warp], row * Traits::kTileFeatures + half * Traits::kWarpgroupFeatures,
+                            Traits::first_token(work, rank_) + kChunk * kChunkTokens, work);
+        if constexpr (kChunk + 1 < Traits::kAllChunks) store<kChunk + 1>(sums, scales, row, work, thread);
     }
 
     // Scales and rounds 16 tokens: of each half the words of four matrices.
@@ -1135,39 +1043,24 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
                 const auto* const pair = sums[half] + token / 2 + 2 * i;
                 const float of_feature = i % 2 == 0 ? scales.of[half].x : scales.of[half].y;
                 words[half][i] = rounded<typename Traits::Result>(
-                    scaled(static_cast<float>(pair[0]), i / 2 == 0 ? of_tokens.x : of_tokens.z, of_feature),
-                    scaled(static_cast<float>(pair[1]), i / 2 == 0 ? of_tokens.y : of_tokens.w, of_feature));
+                    scaled(pair[0], i / 2 == 0 ? of_tokens.x : of_tokens.z, of_feature),
+                    scaled(pair[1], i / 2 == 0 ? of_tokens.y : of_tokens.w, of_feature));
             }
     }
-
-    const DdsArguments& arguments_;
-    typename Traits::Shared& shared_;
-    const DdsPlan& plan_;
-    int rank_;
-    int warpgroup_;
-    int lane_;
-    Position position_;
-    int multiplied_ = -1;  // stage of the products under way
 };
 
 template <Op kOp, class Math, int kRows, int kTokens, bool kGrouped = false>
 struct PingPong : Dds<kOp, Math, 2, 1, kTokens, HalvedWeight<Math, kRows, kTokens, kOp>, kGrouped> {
     static constexpr bool kIsFloat8 = Math::kAccumulation == Accumulation::carried;
 
-    // Fast sums in blocks of 128 have a kernel of their own, whose warpgroups take turns.
-    static int32_t launch(const Problem& problem, const Device& device, const Decision& decision,
-                          void* workspace, void* stream) {
-        using Fast = Dds<kOp, FastMath<Math>, 2, 1, kTokens,
-                         HalvedWeight<FastMath<Math>, kRows, kTokens, kOp>, kGrouped>;
-        const auto start = problem.precision == Precision::fast ? Fast::launch : PingPong::Dds::launch;
-        return start(problem, device, decision, workspace, stream);
-    }
-
     static constexpr Kernel row(const char* name) {
         Kernel row = PingPong::Dds::row(name);
         row.variant = "_own";  // short, as estimates have it
         if constexpr (kIsFloat8) {
-            if constexpr (kRows == 128) row.launch = launch;
+            // Fast sums in blocks of 128 have a kernel of their own, whose warpgroups take turns.
+            using Fast = Dds<kOp, FastMath<Math>, 2, 1, kTokens,
+                             HalvedWeight<FastMath<Math>, kRows, kTokens, kOp>, kGrouped>;
+            if constexpr (kRows == 128) row.launch = launch_either<typename PingPong::Dds, Fast>;
             // Sums that are carried over in blocks of 64 take no longer than fast ones.
             row.accumulation = kRows == 128 ? Accumulation::promoted : Accumulation::kept;
         }

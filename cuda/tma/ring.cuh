@@ -32,6 +32,13 @@ struct RingPosition {
     __device__ void advance(int stages = kStages) {
         if (++stage == stages) stage = 0, parity ^= 1;
     }
+    // By some steps, in a ring of so many.
+    template <int kUsed = kStages>
+    __device__ void skip(int steps) {
+        const int all = stage + steps;
+        stage = all % kUsed;
+        parity ^= all / kUsed & 1;
+    }
 };
 
 // Full and empty barriers of a ring of stages, in shared memory.
@@ -41,10 +48,10 @@ struct Ring {
     Barrier full[kStages];
     Barrier empty[kStages];
 
-    // `releases`: arrivals that make a stage empty; `fills`: those that make it full, beside the bytes.
-    __device__ void init(int releases, int fills = 1) {
+    // `releases`: arrivals that make a stage empty. One makes it full, beside the bytes.
+    __device__ void init(int releases) {
         for (int stage = 0; stage < kStages; ++stage) {
-            full[stage].init(fills);
+            full[stage].init(1);
             empty[stage].init(releases);
         }
     }
