@@ -389,7 +389,7 @@ using GroupedWeight =
 //   Y[M,N] = scale[M] * (X[M,K] * W[N,K]^T) * scale[N]
 // Operands: as in dds, but X row-major alone: wgmma reads 8 bits along k only, as both lie. The scales
 // stay outside of the sums, in the epilogue. Y in bf16, fp16 or fp32.
-// CTA, cluster, warps: as in dds. K loop: steps of 128 k, which have the bytes of 64 k of 16 bits.
+// CTA, cluster (or none), warps: as in dds. K loop: steps of 128 k, which have the bytes of 64 k of 16 bits.
 // Sums: int32, exact, of int8. Those of float8 are carried over now and then (CarriedSums), which the
 // warpgroups do at different steps: meanwhile the other one multiplies.
 // Chosen where its estimate is least.
