@@ -226,7 +226,7 @@ def test_fast_sums_of_float8_are_measured_apart() -> None:
 @pytest.mark.parametrize(
     ("block", "out_features", "in_features", "density", "usual", "fast"),
     [
-        (128, 4096, 14336, 0.1, "pingpong_256x128", "256x256"),  # fast 109 and 105 us on an H200
+        (128, 4096, 14336, 0.1, "pingpong_256x128", "pingpong_256x128"),  # fast 85 and 105 us on an H200
         (128, 14336, 4096, 0.5, "pingpong_256x128", "pingpong_256x128"),
         (128, 14336, 4096, 0.25, "pingpong_256x128", "pingpong_256x128"),
         (64, 14336, 4096, 0.25, "pingpong_512x64", "256x256"),  # fast 324 and 306 us
