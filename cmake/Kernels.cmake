@@ -108,6 +108,7 @@ function(add_architecture architecture)
   endforeach()
   list(TRANSFORM sources PREPEND ${PROJECT_BINARY_DIR}/generated/${folder}/)
   list(TRANSFORM sources APPEND .cu)
+  # Rows for 8.0 stay in front: the first one of kernels with equal estimates is chosen.
   set(registry "${entries}${registry}" PARENT_SCOPE)
 
   set(code ${architecture})

@@ -8,9 +8,9 @@
 // in which all clusters would have as much work as the longest tile takes are balanced as well, but too
 // large for L2.) Each cluster finds that out for itself, in a warp that has nothing else to do, so that no
 // memory needs to be prepared for a launch and every run gives the same schedule. That has to take less time
-// than a tile: sorting by counting took longer. To hand out the first time takes 7 us, so clusters take the
-// tiles of the second round back, as they took those of the first one forth, where these have few steps, or
-// where a band has both, which are in order then.
+// than a tile: sorting by counting took longer. To hand out takes 7 us the first time, so the second round is
+// taken in turn, as the first one is: where one band has both, which are in order then, or where tiles cost
+// less than a third of what hides a round.
 #pragma once
 
 #include <algorithm>
@@ -182,7 +182,7 @@ class Schedule {
         }
     }
 
-    // Keys of a round that is taken back, in the order of clusters.
+    // Brings the keys of the second round, which is taken in turn, into the order of clusters.
     __device__ static void turn(uint32_t* given, Keys& round, int clusters, int lane) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
