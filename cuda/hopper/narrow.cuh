@@ -83,7 +83,7 @@ struct DenseNarrowWeight : DenseStorage {
 
 // A step takes a while, and longer the more blocks are in it. Steps of 128 k of random patterns at densities
 // .1, .25 and .5 took about .22 + density in units of 2 us.
-template <int kBlock, int kStep, int kBlockRows, int kRowRanks, int kElementBytes>
+template <int kBlock, int kStep, int kBlockRows, int kElementBytes>
 struct NarrowCosts {
     static constexpr int kPerUnit = kStep * kElementBytes / 32;
     static constexpr int kTile = 8;
@@ -92,28 +92,35 @@ struct NarrowCosts {
 
     const int2* tiles;
     const int* starts;
+    int row_ranks;
 
-    __device__ explicit NarrowCosts(const DdsPlan& plan)
-        : tiles(reinterpret_cast<const int2*>(plan.tiles)), starts(plan.starts) {}
+    __device__ NarrowCosts(const DdsPlan& plan, int row_ranks)
+        : tiles(reinterpret_cast<const int2*>(plan.tiles)), starts(plan.starts), row_ranks(row_ranks) {}
     __device__ int of(int first, int steps) const {
-        constexpr int kPlaces = kRowRanks * kBlockRows * kStep / kBlock;  // for the blocks of a step
-        const int blocks = __ldg(starts + (first + steps) * kRowRanks) - __ldg(starts + first * kRowRanks);
-        return kPerUnit * (0.22f * steps + blocks / float(kPlaces));
+        constexpr int kPlaces = kBlockRows * kStep / kBlock;  // for the blocks of a CTA's step
+        const int blocks = __ldg(starts + (first + steps) * row_ranks) - __ldg(starts + first * row_ranks);
+        return kPerUnit * (0.22f * steps + blocks * ((row_ranks > 1 ? 0.5f : 1.0f) / kPlaces));
     }
 };
 
-// The sums of each step of tf32x3 take as many registers as those of all.
-template <class Math, int kTokenRanks>
-using NarrowRanks = DdsRanks<kTokenRanks, 2 / kTokenRanks, Math::kParts == 1 ? 128 : 64>;
-
 // A cluster of two CTAs computes 512 features x 128 tokens, half of the features each, and shares the
-// activations; with two ranks of tokens 256 x 256, half of the tokens each, and shares the weight.
-//
+// activations; or, with two ranks of tokens, 256 x 256, half of the tokens each, and shares the weight. Which
+// of both follows from the plan: one kernel is compiled in half of the time that two take.
+struct NarrowRanks {
+    int rank;  // of the two CTAs
+    int rows;  // ranks along the block rows: 2 or 1
+
+    __device__ int tokens() const { return 3 - rows; }  // ranks along the tokens
+    __device__ int row_rank() const { return rows > 1 ? rank : 0; }
+    __device__ int token_rank() const { return rows > 1 ? 0 : rank; }
+    // The place in the plan of what a CTA has of a tile or step.
+    __device__ int plan_index(int index) const { return index * rows + row_rank(); }
+};
+
 // Warpgroups with more blocks in a step than others fall behind by what shared memory holds beside the
 // results.
-template <class Math_, class Weight_, int kTokenRanks, int kStep_, int kInputRingBytes, bool kSplits_>
-struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
-    using Ranks = NarrowRanks<Math_, kTokenRanks>;
+template <class Math_, class Weight_, int kStep_, int kInputRingBytes, bool kSplits_>
+struct NarrowTraits {
     using Math = Math_;
     using Input = typename Math::Input;
     using Accumulator = typename Math::Accumulator;
@@ -121,14 +128,13 @@ struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
     using Weight = Weight_;                    // its format
     static constexpr bool kPairsRows = false;  // see ByteWeight
     static constexpr int kBlock = Weight::kBlock;
-    using Ranks::kRowRanks, Ranks::kTileTokens;
+    static constexpr int kRanks = 2;
+    // The sums of each step of tf32x3 take as many registers as those of all.
+    static constexpr int kTileTokens = Math::kParts == 1 ? 128 : 64;
 
-    // The block rows of a CTA's tile, each of one square or more.
-    __device__ static const int* rows_of(const DdsPlan& plan, int tile, int rank) {
-        return plan.rows + Ranks::plan_index(tile, rank) * (plan.group_rows / kRowRanks);
+    __device__ static int first_token(const Work& work, const NarrowRanks& ranks) {
+        return (work.span * ranks.tokens() + ranks.token_rank()) * kTileTokens;
     }
-
-    static constexpr int kRankTokens = kTileTokens / kRowRanks;  // of which a CTA loads the activations
     static constexpr int kBoxTokens = 64;          // of column-major activations, those that lie side by side
     static constexpr int kWarpgroups = 4;          // warpgroups that multiply
     static constexpr int kWarpgroupFeatures = 64;  // as many as wgmma has rows
@@ -167,7 +173,7 @@ struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
     // carried, which lies behind them.
     static_assert(!kSplits_ || kInputRingBytes + kCarriedBytes >= kWarpgroups * kSums * 128 * 4);
     static_assert(kInputRingBytes % kStageBytes == 0);
-    using Costs = NarrowCosts<kBlock, kStep, kBlockRows, kRowRanks, sizeof(Input)>;
+    using Costs = NarrowCosts<kBlock, kStep, kBlockRows, sizeof(Input)>;
     using Schedule = tma::Schedule<Bands<kSplits>, Costs>;
 
     struct Shared {
@@ -193,18 +199,18 @@ struct NarrowTraits : NarrowRanks<Math_, kTokenRanks> {
 
 // The rest of shared memory is for activations where the weight is sparse, for more of the weight where
 // it is not: by the steps of the plan, and how full they are.
-template <class Math, class Weight, int kTokenRanks, bool kSplits>
+template <class Math, class Weight, bool kSplits>
 struct NarrowKinds {
     // For activations. Where tiles are split, these bytes also receive the sums of other parts.
     static constexpr bool kCarries = Math::kAccumulation == Accumulation::carried;
     static constexpr int kStep = sizeof(typename Math::Input) == 4 ? 64 : 128;
     static constexpr int kMoreBytes = (kCarries ? 80 : 128) << 10;
     static constexpr int kFewerBytes = kSplits ? kMoreBytes : (kCarries ? 64 : 96) << 10;
-    using Crowded = NarrowTraits<Math, Weight, kTokenRanks, kStep / 2, kFewerBytes, kSplits>;  // narrow steps
-    using Thin = NarrowTraits<Math, Weight, kTokenRanks, kStep, kMoreBytes, kSplits>;
+    using Crowded = NarrowTraits<Math, Weight, kStep / 2, kFewerBytes, kSplits>;  // narrow steps
+    using Thin = NarrowTraits<Math, Weight, kStep, kMoreBytes, kSplits>;
     // In float32 a step has half as many blocks, for which what Thin leaves is enough.
     using Common = std::conditional_t<sizeof(typename Math::Input) == 4, Thin,
-                                      NarrowTraits<Math, Weight, kTokenRanks, kStep, kFewerBytes, kSplits>>;
+                                      NarrowTraits<Math, Weight, kStep, kFewerBytes, kSplits>>;
     static constexpr int kThinFill = 20;  // up to which a plan is thin; see PlanHeader
 
     static constexpr int kRanks = Common::kRanks, kThreads = Common::kThreads;
@@ -214,9 +220,13 @@ struct NarrowKinds {
 
 // The warp that loads in the dds kernel for narrow blocks.
 
-// The warp that fills the stages.
-template <class Traits, bool kRowMajorInput>
+// The warp that fills the stages. It is often the slowest, so that its ranks along the block rows are a
+// constant.
+template <class Traits, bool kRowMajorInput, int kRowRanks>
 class NarrowProducer {
+    static constexpr int kRankTokens = Traits::kTileTokens / kRowRanks;  // that a CTA loads
+    using Ranks = DdsRanks<Traits::kRanks / kRowRanks, kRowRanks, Traits::kTileTokens>;
+
   public:
     __device__ NarrowProducer(const DdsArguments& arguments, typename Traits::Shared& shared,
                               const DdsPlan& plan, int rank, int first_rank, int lane)
@@ -234,12 +244,11 @@ class NarrowProducer {
         while (true) {
             const Work work = shared_.schedule.pop(next, lane_);
             if (work.tile < 0) return finish();
-            const int token =
-                Traits::first_token(work, rank_) + Traits::row_rank(rank_) * Traits::kRankTokens;
+            const int token = Ranks::first_token(work, rank_) + Ranks::row_rank(rank_) * kRankTokens;
             for (int first = 0; first < work.steps; first += 32) {
                 const int step = work.step + min(first + lane_, work.steps - 1);
                 const int k = __ldg(plan_.k + step);
-                const int* const starts = plan_.starts + Traits::plan_index(step, rank_);
+                const int* const starts = plan_.starts + Ranks::plan_index(step, rank_);
                 const int begin = __ldg(starts), end = __ldg(starts + 1);
                 const int count = min(32, work.steps - first);
                 const auto slots_of = [&](int i) {
@@ -289,12 +298,12 @@ class NarrowProducer {
 
     // The CTAs of several ranks of tokens load a part each, for both.
     __device__ void load_packed(const Barrier& full, int block, int blocks) const {
-        const int rank = Traits::token_rank(rank_);
-        const int first = blocks * rank / Traits::kTokenRanks;
-        const int count = blocks * (rank + 1) / Traits::kTokenRanks - first;
+        const int rank = Ranks::token_rank(rank_);
+        const int first = blocks * rank / Ranks::kTokenRanks;
+        const int count = blocks * (rank + 1) / Ranks::kTokenRanks - first;
         if (count > 0)
             load_bytes(arguments_.packed + int64_t{block + first} * Traits::kBlockBytes, full,
-                       shared_by(Traits::kTokenRanks), shared_.weight[head_ + first],
+                       shared_by(Ranks::kTokenRanks), shared_.weight[head_ + first],
                        count * Traits::kBlockBytes);
     }
 
@@ -303,8 +312,8 @@ class NarrowProducer {
         for (int i = 0; i < end - block; ++i) {
             if (i > 0 && i % 32 == 0) slots = slot_of_lane(block + i, end);
             const int slot = __shfl_sync(~0u, slots, i % 32);
-            if (elected_ && i % Traits::kTokenRanks == Traits::token_rank(rank_))
-                load_box(&arguments_.values, full, shared_by(Traits::kTokenRanks), shared_.weight[head_ + i],
+            if (elected_ && i % Ranks::kTokenRanks == Ranks::token_rank(rank_))
+                load_box(&arguments_.values, full, shared_by(Ranks::kTokenRanks), shared_.weight[head_ + i],
                          0, slot * Traits::kBlock);
         }
         __syncwarp();
@@ -312,15 +321,15 @@ class NarrowProducer {
 
     // Loads the tokens from `token` on: this CTA's own, or the half of them that it loads for both.
     __device__ void load_input(const Barrier& full, char* stage, int k, int token) const {
-        const Multicast to = shared_by(Traits::kRowRanks);
-        const int place = Traits::row_rank(rank_) * Traits::kRankTokens;  // of these tokens in the stage
+        const Multicast to = shared_by(kRowRanks);
+        const int place = Ranks::row_rank(rank_) * kRankTokens;  // of these tokens in the stage
         if (kRowMajorInput) {
             for (int i = 0; i < Traits::kLines; ++i)
                 load_box(&arguments_.input, full, to,
                          stage + (i * Traits::kTileTokens + place) * Traits::kLineBytes,
                          k + i * Traits::kLine, token);
         } else {
-            for (int i = 0; i < Traits::kRankTokens; i += Traits::kBoxTokens)
+            for (int i = 0; i < kRankTokens; i += Traits::kBoxTokens)
                 for (int j = 0; j < Traits::kStep; j += Traits::kLine)
                     load_box(&arguments_.input, full, to,
                              stage + ((place + i) * Traits::kStep + j * Traits::kBoxTokens) * 2, token + i,
@@ -330,7 +339,7 @@ class NarrowProducer {
 
     // Loads that this many ranks of the cluster share go to both CTAs that have a part.
     __device__ Multicast shared_by(int ranks) const {
-        return {ranks == 1 ? uint16_t{1} : static_cast<uint16_t>(Traits::kAllRanks << first_rank_)};
+        return {ranks == 1 ? uint16_t{1} : static_cast<uint16_t>(Ranks::kAllRanks << first_rank_)};
     }
 
     // Waits until a stage is free, and a place for its blocks. They do not go round the end of the memory.
@@ -376,11 +385,11 @@ class NarrowConsumer {
 
   public:
     __device__ NarrowConsumer(const DdsArguments& arguments, typename Traits::Shared& shared,
-                              const DdsPlan& plan, int rank, int first_rank, int warp, int lane)
+                              const DdsPlan& plan, NarrowRanks ranks, int first_rank, int warp, int lane)
         : arguments_(arguments),
           shared_(shared),
           plan_(plan),
-          rank_(rank),
+          ranks_(ranks),
           first_rank_(first_rank),
           warpgroup_(warp / 4),
           warp_(warp % 4),
@@ -393,7 +402,7 @@ class NarrowConsumer {
         Work work = next_work(epilogue);
         epilogue.read_bias();
         while (work.tile >= 0) {
-            epilogue.begin(Traits::first_token(work, rank_));
+            epilogue.begin(Traits::first_token(work, ranks_));
             multiply_all(sums, work);
             work = next_work(epilogue);
             epilogue.store(sums);
@@ -414,7 +423,7 @@ class NarrowConsumer {
         const int parts = arguments_.schedule.by_parts.divisor, adding = warpgroup_ % parts;
         if (work.part == adding) {
             epilogue.read_bias();
-            epilogue.begin(Traits::first_token(work, rank_));
+            epilogue.begin(Traits::first_token(work, ranks_));
         }
         multiply_all(sums, work);
         cute::cluster_sync();  // nobody needs the stages any more
@@ -422,7 +431,7 @@ class NarrowConsumer {
         const int first = warpgroup_ / parts * (parts - 1);
         if (work.part != adding) {
             const int place = first + work.part - (work.part > adding);
-            void* const to = __cluster_map_shared_rank(others, adding * Traits::kRanks + rank_);
+            void* const to = __cluster_map_shared_rank(others, adding * Traits::kRanks + ranks_.rank);
             store_sums(partial_sums<Traits::kSums>(static_cast<float4*>(to), place), sums);
         }
         cute::cluster_sync();
@@ -457,7 +466,8 @@ class NarrowConsumer {
         const Work work = shared_.schedule.pop(next_, lane_);
         if (work.tile < 0) return work;
         masks_ = masks_from(work, 0);
-        epilogue.prepare(Traits::rows_of(plan_, work.tile, rank_));
+        const int rows = Traits::kTileFeatures >> arguments_.row_shift;  // block rows of a CTA
+        epilogue.prepare(plan_.rows + ranks_.plan_index(work.tile) * rows);
         return work;
     }
 
@@ -466,7 +476,7 @@ class NarrowConsumer {
         const int step = work.step + min(first + lane_, work.steps - 1);
         if (work.steps == 0) return {};
         const auto* const masks = reinterpret_cast<const int2*>(plan_.masks);
-        return __ldg(masks + Traits::plan_index(step, rank_) * Traits::kWarpgroups + warpgroup_);
+        return __ldg(masks + ranks_.plan_index(step) * Traits::kWarpgroups + warpgroup_);
     }
 
     __device__ void multiply_all(Sum (&sums)[Traits::kSums], const Work& work) {
@@ -582,7 +592,7 @@ class NarrowConsumer {
     const DdsArguments& arguments_;
     typename Traits::Shared& shared_;
     const DdsPlan& plan_;
-    int rank_;
+    NarrowRanks ranks_;
     int first_rank_;
     int warpgroup_;
     int warp_;
@@ -604,6 +614,10 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const auto cluster_rank = static_cast<int>(cute::block_rank_in_cluster());
     const int rank = cluster_rank % Traits::kRanks, first_rank = Traits::kSplits ? cluster_rank - rank : 0;
+    // The same in all lanes, as the compiler is to know.
+    const int cluster_features = __shfl_sync(~0u, plan.group_rows, 0) << arguments.row_shift;
+    const bool two_rows = cluster_features > Traits::kTileFeatures;
+    const NarrowRanks ranks{rank, two_rows ? 2 : 1};
     if (threadIdx.x == 32) {
         if (arguments.value_rows > 0) prefetch(&arguments.input);
         if (arguments.value_rows > 0 && arguments.packed == nullptr) prefetch(&arguments.values);
@@ -622,9 +636,14 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<32>();
         if (warp == 0) {
-            NarrowProducer<Traits, kRowMajorInput>(arguments, shared, plan, rank, first_rank, lane).run();
+            if (two_rows)
+                NarrowProducer<Traits, kRowMajorInput, 2>(arguments, shared, plan, rank, first_rank, lane)
+                    .run();
+            else
+                NarrowProducer<Traits, kRowMajorInput, 1>(arguments, shared, plan, rank, first_rank, lane)
+                    .run();
         } else if (warp == 1) {
-            shared.schedule.run(arguments.schedule, typename Traits::Costs(plan), plan.is_own,
+            shared.schedule.run(arguments.schedule, typename Traits::Costs(plan, ranks.rows), plan.is_own,
                                 blockIdx.x / Traits::kRanks, gridDim.x / Traits::kRanks, lane);
             if (!plan.is_own) report_stale(arguments.plan_report);
         } else {
@@ -632,7 +651,7 @@ __device__ __forceinline__ void run_narrow(const DdsArguments& arguments, const 
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<112>();
-        NarrowConsumer<Traits, kRowMajorInput> consumer(arguments, shared, plan, rank, first_rank, warp - 4,
+        NarrowConsumer<Traits, kRowMajorInput> consumer(arguments, shared, plan, ranks, first_rank, warp - 4,
                                                         lane);
         if constexpr (Traits::kSplits)
             consumer.run_part();

@@ -45,10 +45,10 @@ struct DdsNarrow {
     static constexpr bool kTall = kElementBytes == 4;    // blocks may have more features than k
     static constexpr bool kAlongK = kElementBytes != 2;  // wgmma reads activations along k alone
     template <int kBlock, bool kSplits>
-    using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kTokenRanks, kSplits>;
+    using Kinds = NarrowKinds<Math, Weight<Math, kBlock>, kSplits>;
     // For what is the same for all blocks and kinds.
     using Common = typename Kinds<kMostSide, false>::Common;
-    static_assert(Common::kRowRanks == kRowRanks);
+    static_assert(kTokenRanks * kRowRanks == Common::kRanks);
     static constexpr int kClusterTokens = kTokenRanks * Common::kTileTokens;
     static constexpr int kClusterFeatures = kRowRanks * Common::kTileFeatures;
     static constexpr PlanShape kPlan = {kClusterFeatures, Common::kStep, kRowRanks, PlanKind::aligned};
@@ -246,9 +246,9 @@ struct DdsNarrow {
     static cudaError_t map_input(DdsArguments& arguments, const Problem& problem) {
         const Matrix& matrix = problem.input();
         if (matrix.layout == Layout::row_major)
-            return encode(
-                arguments.input, Math::kMapType, matrix.data,
-                {{problem.k_size(), 1, Common::kLine}, {problem.tokens, matrix.ld, Common::kRankTokens}});
+            return encode(arguments.input, Math::kMapType, matrix.data,
+                          {{problem.k_size(), 1, Common::kLine},
+                           {problem.tokens, matrix.ld, Common::kTileTokens / kRowRanks}});
         return encode(
             arguments.input, Math::kMapType, matrix.data,
             {{problem.tokens, 1, Common::kBoxTokens}, {problem.k_size(), matrix.ld, Common::kLine}});
