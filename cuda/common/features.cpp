@@ -5,6 +5,8 @@
 #include <string_view>
 
 #include "common/list_plan.h"
+#include "common/sdd_shares.h"
+#include "common/strip_plan.h"
 #include "common/token_groups.h"
 
 namespace ts {
@@ -136,25 +138,17 @@ Features decode_features(const Kernel& kernel, const Problem& problem, const Dev
     return result;
 }
 
-// Tiles of a plan by lists: they have as many blocks as lie in their units of y and x, or as warps have room
-// for.
-double list_tiles(const Pattern& pattern) {
-    constexpr double kBlock = 16 * 16, kUnit = double{kListUnit} * kListUnit;
-    const double group = list_group(pattern);
-    const double blocks = group * (kListUnits - group) * kUnit / kBlock * pattern.density();
-    return static_cast<double>(pattern.value_count()) / kBlock /
-           std::clamp(blocks, 1.0, double{kListTileBlocks});
-}
-
-// True if tiles of the last round are cut over the tokens, see kMinSplitSteps of tma/sdd_schedule.cuh.
-bool cuts_tiles(const Kernel& kernel, const Problem& problem) {
-    constexpr int64_t kMostWhole = 23 * 64;
-    const bool may = kernel.plan.kind == PlanKind::strips || kernel.plan.kind == PlanKind::lists;
-    return may && kernel.grouped == bits_of(0) && problem.tokens > kMostWhole;
+// True if tiles of the last round are split over the tokens.
+bool splits_tiles(const Kernel& kernel, const Problem& problem, double tiles, const Machine& machine) {
+    if (kernel.step_time == 0) return false;
+    const auto steps = static_cast<int>(divide_up(static_cast<double>(problem.tokens), kSddStep));
+    return SddShares(static_cast<int>(std::ceil(tiles)), steps, machine.multiprocessors, 1, kernel.step_time,
+                     true)
+        .is_split(steps);
 }
 
 // Strips of features of y meet units of x; rows of tiles unite the block rows of 64 features, or of 128.
-// If tiles are cut, all work is dealt out evenly.
+// If tiles are split, all work is dealt out evenly.
 Features sdd_features(const Kernel& kernel, const Problem& problem, const Device& device) {
     const Machine machine = machine_of(device);
     const Pattern& pattern = problem.pattern;
@@ -162,20 +156,21 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     const double area = static_cast<double>(pattern.out_features) * static_cast<double>(pattern.in_features);
     const double strip = kernel.united_features, tile_values = kernel.tile_values;
     const double united = present(density, strip / pattern.block_rows);
-    const bool cuts = cuts_tiles(kernel, problem);
-    const double tiles =
-        kernel.plan.kind == PlanKind::lists ? list_tiles(pattern) : area * united / tile_values;
+    double tiles = area * united / tile_values;
+    if (kernel.plan.kind == PlanKind::lists) tiles = list_tiles(pattern);
+    if (kernel.plan.kind == PlanKind::strips && !are_wide_blocks(pattern)) tiles = strip_tiles(pattern);
+    const bool splits = splits_tiles(kernel, problem, tiles, machine);
     Rounds rounds(tiles, machine.multiprocessors);
-    if (cuts) rounds.whole = rounds.mean;
+    if (splits) rounds.whole = rounds.mean;
     const double all = 2 * tokens / rate_of(kernel, problem, machine), tile = tile_values * all;
     const double evenly = area * all / machine.multiprocessors;
     Features result{};
     at(result, Feature::launch) = 1;
     at(result, Feature::rounds) = rounds.whole * machine.slower;
-    at(result, Feature::splits) = cuts ? 1 : 0;
+    at(result, Feature::splits) = splits ? 1 : 0;
     at(result, Feature::whole_steps) = rounds.whole * tile;
     at(result, Feature::mean_steps) = rounds.mean * tile;
-    at(result, Feature::one_tile) = cuts ? 0 : tile;
+    at(result, Feature::one_tile) = splits ? 0 : tile;
     at(result, Feature::mean_products) = evenly * density;
     at(result, Feature::mean_halves) = evenly;
     at(result, Feature::copies) = evenly * present(density, 128.0 / pattern.block_rows);

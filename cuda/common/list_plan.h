@@ -49,4 +49,14 @@ inline int32_t list_group(const Pattern& pattern) {
     return groups == 0 ? 1 : (units + groups - 1) / groups;
 }
 
+// About as many tiles as a plan of a random pattern has: a tile has as many blocks as lie in its units of y
+// and x, or as warps have room for, and half of the last one of a group is empty.
+inline double list_tiles(const Pattern& pattern) {
+    constexpr double kBlock = 16 * 16, kUnit = double{kListUnit} * kListUnit;
+    const double group = list_group(pattern);
+    const double blocks = group * (kListUnits - group) * kUnit / kBlock * pattern.density();
+    const double groups = std::ceil(static_cast<double>(pattern.out_features) / kListUnit / group);
+    return static_cast<double>(pattern.nnz) / std::clamp(blocks, 1.0, double{kListTileBlocks}) + groups / 2;
+}
+
 }  // namespace ts

@@ -280,6 +280,7 @@ struct Kernel {
     int32_t cluster = 1;          // dds: multiprocessors that compute a tile together
     int32_t united_features = 0;  // whose block rows are united, in steps of dds or rows of tiles of sdd
     int32_t tile_values = 0;      // sdd: values of a tile
+    int32_t step_time = 0;        // of sdd kernels that may split tiles over the tokens, see SddShares
     // A copy of the values as the kernel multiplies them, which serves until values or plan change: its
     // bytes, and how it is made. nullptr where the kernel reads values as they are.
     size_t (*prepacked_size)(const Problem&) = nullptr;

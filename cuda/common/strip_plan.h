@@ -19,6 +19,8 @@
 //     - starts [groups + 1]: the first tile of each weight
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "common/plan.h"
@@ -39,5 +41,14 @@ inline bool are_wide_blocks(const Pattern& pattern) {
 
 // Features of x in a unit.
 inline int32_t strip_unit(const Pattern& pattern) { return pattern.block_cols == 32 ? 32 : 64; }
+
+// About as many tiles as a plan of a random pattern has. Half of the last window of a strip is empty.
+inline double strip_tiles(const Pattern& pattern) {
+    const double rows = std::max(1, kStripFeatures / pattern.block_rows);
+    const double columns = std::max(1, strip_unit(pattern) / pattern.block_cols);
+    const double units = 1 - std::pow(1 - pattern.density(), rows * columns);  // share of those with a block
+    const double windows = units * static_cast<double>(pattern.in_features) / kStripWindow + 0.5;
+    return static_cast<double>(pattern.out_features) / kStripFeatures * std::max(windows, 1.0) / 2;
+}
 
 }  // namespace ts

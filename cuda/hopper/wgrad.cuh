@@ -85,6 +85,8 @@ struct SddTraits {
     static constexpr int kStrip = kStripFeatures;
     static constexpr int kWindow = kStripWindow;
     static constexpr int kStep = kSddStep;
+    static constexpr int kStepTime = 1;  // see SddShares
+    using Schedule = SddSchedule<kStepTime>;
     static constexpr int64_t kTileValues = kHalves * kStrip * kWindow;  // of a tile at most
     static constexpr int kThreads = 128 * (1 + kHalves);
     static constexpr int kSumWarps = 3;   // beside the one that loads
@@ -201,11 +203,13 @@ struct SddCursor {
 // The warp that fills the rings.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddProducer {
+    using Schedule = typename Traits::Schedule;
+
   public:
     __device__ SddProducer(const SddArguments& arguments, typename Traits::Shared& shared, int rank)
         : arguments_(arguments), shared_(shared), rank_(rank), lane_(threadIdx.x % 32), cursor_(arguments) {}
 
-    __device__ void run(const StripPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const StripPlan& plan, const Schedule& schedule) {
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
         for (int index = team; index < schedule.size(); index += teams) {
             const SddWork work = schedule.work(index, rank_);
@@ -567,8 +571,8 @@ template <class Traits>
 __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArguments arguments) {
     constexpr int kColumns = 32, kVectors = kColumns / 8, kRuns = Traits::kWindow / kColumns;
     const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
-                               arguments.may_split);
+    const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.teams,
+                                             arguments.team_size, arguments.may_split);
     cudaGridDependencySynchronize();
     for (int index = blockIdx.x; index < 2 * kRuns * schedule.split_tiles(); index += gridDim.x) {
         const int run = index % kRuns, half = index / kRuns % 2, place = index / kRuns / 2;
@@ -591,12 +595,13 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddConsumer {
     using Sum = typename Traits::Accumulator;
+    using Schedule = typename Traits::Schedule;
 
   public:
     __device__ SddConsumer(const SddArguments& arguments, typename Traits::Shared& shared, int rank, int half)
         : arguments_(arguments), shared_(shared), rank_(rank), half_(half), cursor_(arguments) {}
 
-    __device__ void run(const StripPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const StripPlan& plan, const Schedule& schedule) {
         Sum sums[kSums];
         const int team = blockIdx.x / arguments_.team_size, teams = gridDim.x / arguments_.team_size;
         for (int index = team; index < schedule.size(); index += teams) {
@@ -605,7 +610,6 @@ class SddConsumer {
             sum_up_tile(sums, plan.tile(work.tile), work.last_step - work.first_step);
             const bool is_last = index + teams >= schedule.size();
             if (work.partial >= 0) {
-                cudaTriggerProgrammaticLaunchCompletion();
                 store_sums(partial_sums<kSums>(arguments_.partial, 2 * int64_t{work.partial} + half_), sums);
             } else if (Traits::kMayStageResults && work.exists &&
                        (arguments_.stages_results || is_last && arguments_.stages_last)) {
@@ -716,8 +720,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     });
     const int rank = blockIdx.x % arguments.team_size;
     const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.teams, arguments.team_size,
-                               arguments.may_split);
+    const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.teams,
+                                             arguments.team_size, arguments.may_split);
+    if (arguments.may_split) cudaTriggerProgrammaticLaunchCompletion();  // sdd_reduce waits for all the same
     cute::cluster_wait();
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();

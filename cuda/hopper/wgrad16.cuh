@@ -69,6 +69,9 @@ struct SddNarrowTraits {
     static constexpr int kThreads = 128 * (1 + kGroups);
     static constexpr bool kFloat = sizeof(Input) == 4;
     static constexpr int kStageTokens = kFloat ? 16 : 32;
+    // See SddShares: as measured with one tile for each multiprocessor of an H200.
+    static constexpr int kStepTime = kFloat ? (Math::kParts > 1 ? 26 : 6) : 3;
+    using Schedule = SddSchedule<kStepTime>;
     static constexpr int kBoxFeatures = kFloat ? 32 : kListUnit;  // of row-major operands, that a copy brings
     static constexpr int kBlockSums = kBlock * kBlock / 32;       // of a lane
     static constexpr int kSums = kBlocks * kBlockSums;
@@ -90,11 +93,13 @@ struct SddNarrowTraits {
 // The warp that fills the ring.
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddNarrowProducer {
+    using Schedule = typename Traits::Schedule;
+
   public:
     __device__ SddNarrowProducer(const SddNarrowArguments& arguments, typename Traits::Shared& shared)
         : arguments_(arguments), shared_(shared), lane_(threadIdx.x % 32) {}
 
-    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const SddPlan& plan, const Schedule& schedule) {
         for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index, 0);
             const int4 tile = plan.tile<int4>(work.tile);
@@ -215,7 +220,8 @@ __global__ void __launch_bounds__(128)
     sdd_narrow_reduce(const __grid_constant__ SddNarrowArguments arguments) {
     constexpr int kVectors = Traits::kBlockSums / 4;
     const SddPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1, arguments.may_split);
+    const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1,
+                                             arguments.may_split);
     cudaGridDependencySynchronize();
     const int parts = Traits::kBlocks * Traits::kGroups;  // of a tile
     for (int index = blockIdx.x; index < parts * schedule.split_tiles(); index += gridDim.x) {
@@ -342,6 +348,7 @@ __device__ inline void multiply_strip(float* sums, const uint32_t (&a)[4], const
 template <class Traits, bool kRowMajorY, bool kRowMajorX>
 class SddNarrowConsumer {
     using Sum = typename Traits::Accumulator;
+    using Schedule = typename Traits::Schedule;
     using OperandX = ListOperand<typename Traits::Math, kRowMajorX>;
     using OperandY = ListOperand<typename Traits::Math, kRowMajorY>;
     static constexpr int kBlocks = Traits::kBlocks;
@@ -356,7 +363,7 @@ class SddNarrowConsumer {
           offset_y_(OperandY::lane_offset(lane_, true)),
           offset_x_(OperandX::lane_offset(lane_, false)) {}
 
-    __device__ void run(const SddPlan& plan, const SddSchedule& schedule) {
+    __device__ void run(const SddPlan& plan, const Schedule& schedule) {
         for (int index = blockIdx.x; index < schedule.size(); index += gridDim.x) {
             const SddWork work = schedule.work(index, 0);
             const int4 tile = plan.tile<int4>(work.tile);
@@ -372,7 +379,6 @@ class SddNarrowConsumer {
             else
                 multiply<kBlocks / 2>(sums, stages);
             if (work.partial >= 0) {
-                cudaTriggerProgrammaticLaunchCompletion();
                 store_sums(partial_sums<Traits::kSums>(arguments_.partial,
                                                        int64_t{Traits::kGroups} * work.partial + warp_ / 4),
                            sums);
@@ -497,7 +503,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         shared.ring.init(kListWarps);
     });
     const SddPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
-    const SddSchedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1, arguments.may_split);
+    const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1,
+                                             arguments.may_split);
+    // The kernel that adds the sums waits for all the same.
+    if (arguments.may_split) cudaTriggerProgrammaticLaunchCompletion();
     cute::cluster_wait();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < 4) {
@@ -529,7 +538,7 @@ struct SddNarrow {
     }
 
     static size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
-        if (problem.pattern.nnz == 0 || !may_split(problem)) return 0;
+        if (problem.pattern.nnz == 0 || !may_split(problem, device)) return 0;
         return split_bytes(device, kTileValues);
     }
 
@@ -543,7 +552,7 @@ struct SddNarrow {
         arguments.values = problem.values.data;
         arguments.steps = sdd_steps(problem);
         arguments.ctas = device.multiprocessors;
-        arguments.may_split = may_split(problem);
+        arguments.may_split = may_split(problem, device);
         arguments.accumulate = problem.accumulate;
         if (problem.tokens > 0) {
             const Pattern& pattern = problem.pattern;
@@ -553,7 +562,8 @@ struct SddNarrow {
                 return error;
         }
         if (arguments.may_split) {
-            const bool is_paced = fills(problem, device, kTileValues);
+            const bool is_paced =
+                sdd_steps(problem) >= kMinPacedSteps && fills(problem, device, kTileValues);
             if (const cudaError_t error = use_split_memory(arguments, workspace, is_paced, stream))
                 return error;
         }
@@ -570,14 +580,18 @@ struct SddNarrow {
         row.accumulation = Math::kAccumulation;
         row.tile_features = kListUnit;
         row.tile_values = kListTileBlocks * 16 * 16;
+        row.step_time = Traits::kStepTime;
         return row;
     }
 
   private:
     static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Traits::kBlock * Traits::kBlock;
 
-    // The number of tiles is on the device.
-    static bool may_split(const Problem& problem) { return sdd_steps(problem) >= kMinSplitSteps; }
+    static bool may_split(const Problem& problem, const Device& device) {
+        const double fewest = static_cast<double>(problem.pattern.nnz) / kListTileBlocks;
+        const double most = kMostTiles * list_tiles(problem.pattern);
+        return tma::may_split(fewest, most, sdd_steps(problem), device.multiprocessors, 1, Traits::kStepTime);
+    }
 
     // The kernel, and the one that adds partial sums.
     template <class OfResult>

@@ -102,6 +102,7 @@ struct Sdd {
         row.tile_features = Traits::kHalves * Traits::kStrip;
         row.united_features = Traits::kStrip;
         row.tile_values = Traits::kTileValues;
+        row.step_time = Traits::kStepTime;
         row.decide = decide_sdd;
         return row;
     }
@@ -122,16 +123,17 @@ struct Sdd {
         return are_wide_blocks(problem.pattern) && pairs ? 2 : 1;
     }
 
-    // The number of tiles is on the device. That of wide blocks is nearly known, though: most are in pairs.
-    // If it would not be split, there is no need to launch a second kernel that finds nothing to do.
+    // The number of tiles of wide blocks is nearly known: most are in pairs.
     static bool may_split(const Problem& problem, const Device& device) {
         constexpr int kSpareTiles = 4;
-        const int steps = sdd_steps(problem), team = team_size(problem, device);
-        if (!are_wide_blocks(problem.pattern)) return steps >= kMinSplitSteps;
-        const auto pairs = static_cast<int>((problem.pattern.nnz + 1) / 2);
-        for (int tiles = pairs; tiles <= pairs + kSpareTiles; ++tiles)
-            if (SddSchedule(tiles, steps, device.multiprocessors / team, team, true).is_split()) return true;
-        return false;
+        const Pattern& pattern = problem.pattern;
+        const bool pairs = are_wide_blocks(pattern);
+        const double fewest =
+            std::ceil(static_cast<double>(pattern.value_count()) / static_cast<double>(kTileValues));
+        const double most = pairs ? fewest + kSpareTiles : kMostTiles * strip_tiles(pattern);
+        const int team = team_size(problem, device);
+        return tma::may_split(fewest, most, sdd_steps(problem), device.multiprocessors / team, team,
+                              Traits::kStepTime);
     }
 
     // True where tiles come one after another quickly: storing the results of one would keep the next
@@ -146,14 +148,11 @@ struct Sdd {
                problem.result_dtype == Math::kResult;
     }
 
-    // Only where there is a round of tiles that are not split. Wide blocks have no use for it. A row of tiles
-    // has the columns of all block rows of a strip, about as many as of a random pattern.
+    // Only where there is a round of tiles that are not split. Wide blocks have no use for it.
     static bool is_paced(const Problem& problem, const Device& device) {
         const Pattern& pattern = problem.pattern;
-        const double rows = std::max(1, Traits::kStrip / pattern.block_rows);
-        const double columns = (1 - std::pow(1 - pattern.density(), rows)) * pattern.in_features;
-        const double tiles = columns * static_cast<double>(pattern.out_features) / kTileValues;
-        return !are_wide_blocks(pattern) && tiles >= device.multiprocessors;
+        return sdd_steps(problem) >= kMinPacedSteps && !are_wide_blocks(pattern) &&
+               strip_tiles(pattern) >= device.multiprocessors;
     }
 
     // The kernel, and the one that adds partial sums, for one dtype of results.

@@ -14,11 +14,10 @@
 #include <cstdint>
 
 #include "common/problem.h"
+#include "common/sdd_shares.h"
 #include "tma/pace.cuh"
 
 namespace ts::tma {
-
-constexpr int kSddStep = 64;  // tokens
 
 struct SddWork {
     int tile;
@@ -44,28 +43,23 @@ struct SddPartials {
     }
 };
 
-class SddSchedule {
+// `kStepTime`: see SddShares.
+template <int kStepTime>
+class SddSchedule : SddShares {
   public:
-    // `may_split`: whether there is memory for partial sums and a second kernel.
-    __host__ __device__ SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
-        : tiles_(tiles), steps_(steps), teams_(teams), team_size_(team_size) {
-        const int team_tiles = (tiles + team_size - 1) / team_size;
-        whole_ = may_split ? team_tiles / teams * teams : team_tiles;
-        rest_ = team_tiles - whole_;
-        share_ = steps;
-        parts_ = 1;
-        left_ = 0;
-        if (rest_ > 0) divide();
-    }
-
-    __host__ __device__ bool is_split() const { return share_ < steps_; }
+    __device__ SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
+        : SddShares(tiles, steps, teams, team_size, kStepTime, may_split),
+          tiles_(tiles),
+          steps_(steps),
+          teams_(teams),
+          team_size_(team_size) {}
 
     // Whole tiles and then parts are numbered, so that a team's are a number of teams apart. Some are empty.
     __device__ int size() const {
-        const int most = left_ > 0 ? share_ / place_size() + 2 : 1;
-        return whole_ + (rest_ > 0 ? most * teams_ : 0);
+        const int most = left > 0 ? share / place_size() + 2 : 1;
+        return whole + (rest > 0 ? most * teams_ : 0);
     }
-    __device__ bool is_whole(int index) const { return index < whole_; }
+    __device__ bool is_whole(int index) const { return index < whole; }
 
     // For one CTA of the team.
     __device__ SddWork work(int index, int rank) const {
@@ -76,21 +70,18 @@ class SddSchedule {
     }
 
     // Tiles that have partial sums.
-    __device__ int split_tiles() const { return is_split() ? tiles_ - first_split() : 0; }
-    __device__ int first_split() const { return whole_ * team_size_; }
+    __device__ int split_tiles() const { return is_split(steps_) ? tiles_ - first_split() : 0; }
+    __device__ int first_split() const { return whole * team_size_; }
     __device__ SddPartials partials(int split_tile) const {
         const int place = split_tile / team_size_, rank = split_tile % team_size_;
-        const int share = first_share(place);
+        const int first = first_share(place);
         return {place * team_size_ + rank,
-                rest_ * team_size_,
-                parts_,
-                partial_left(place, share) * team_size_ + rank,
-                partial_left(place, share + 1) * team_size_ + rank,
-                left_ > 0 ? 1 + last_share(place) - share : 0};
+                rest * team_size_,
+                parts,
+                partial_left(place, first) * team_size_ + rank,
+                partial_left(place, first + 1) * team_size_ + rank,
+                left > 0 ? 1 + last_share(place) - first : 0};
     }
-
-    // Upper bound of the tiles whose partial sums are stored.
-    static int max_partials(int ctas) { return 2 * ctas; }
 
   private:
     // Part of a team's tile: as many tiles, one after another in the plan, as it has CTAs.
@@ -102,79 +93,45 @@ class SddSchedule {
         bool exists;
     };
     static constexpr Part kNothing = {0, 0, 0, -1, false};
-    static constexpr int kMinSteps = 4;  // of a share
-    static constexpr int kStoring = 3;   // steps in the time of which sums are stored
+    static constexpr int kStoring = storing(kStepTime);
 
     __device__ Part part_at(int index) const {
-        if (index < whole_) return {index, 0, steps_, -1, true};
-        const int team = (index - whole_) % teams_, turn = (index - whole_) / teams_;
-        if (team >= rest_ * parts_) return left_part(team - rest_ * parts_, turn);
+        if (index < whole) return {index, 0, steps_, -1, true};
+        const int team = (index - whole) % teams_, turn = (index - whole) / teams_;
+        if (team >= rest * parts) return left_part(team - rest * parts, turn);
         if (turn > 0) return kNothing;
-        const int first = team / rest_ * share_;
-        return {whole_ + team % rest_, first, min(first + share_, steps_), is_split() ? team : -1, true};
+        const int first = team / rest * share;
+        return {whole + team % rest, first, min(first + share, steps_), is_split(steps_) ? team : -1, true};
     }
-
-    // Chooses the least of the estimated times, in steps. Fitted on an H200.
-    __host__ __device__ void divide() {
-        const int even_share = (rest_ * (steps_ + kStoring) + teams_ - 1) / teams_;
-        const int share = even_share < kMinSteps ? kMinSteps : even_share;
-        if (share >= steps_) return;
-        const int parts = steps_ / share, left = steps_ - parts * share;
-        const int even = (steps_ + parts - 1) / parts;
-        const int even_time = parts == 1 ? steps_ : even + reduction_time(rest_ * parts);
-        // Leftover work begins at any token and finds less in L2.
-        const int misses = 4 + 2 * left * rest_ / (3 * teams_);
-        const int uneven_time = share + reduction_time(teams_ + rest_) + misses;
-        const bool is_even = even_time <= uneven_time || left == 0;
-        if ((is_even ? even_time : uneven_time) >= steps_) return;
-        if (is_even) {
-            share_ = even;
-            parts_ = (steps_ + even - 1) / even;
-        } else {
-            share_ = share;
-            parts_ = parts;
-            left_ = left;
-        }
-    }
-
-    __host__ __device__ int reduction_time(int partials) const { return 5 + partials * team_size_ / 16; }
 
     // Leftover tiles have a place in the line of work that the teams share.
-    __device__ int place_size() const { return left_ + kStoring; }
-    __device__ int first_share(int place) const { return place * place_size() / share_; }
-    __device__ int last_share(int place) const { return (place * place_size() + left_ - 1) / share_; }
+    __device__ int place_size() const { return left + kStoring; }
+    __device__ int first_share(int place) const { return place * place_size() / share; }
+    __device__ int last_share(int place) const { return (place * place_size() + left - 1) / share; }
 
-    __device__ Part left_part(int share, int turn) const {
-        if (left_ == 0) return kNothing;
-        const int place = share * share_ / place_size() + turn;
+    __device__ Part left_part(int number, int turn) const {
+        if (left == 0) return kNothing;
+        const int place = number * share / place_size() + turn;
         const int at = place * place_size();
-        const int first = max(share * share_ - at, 0), last = min((share + 1) * share_ - at, left_);
-        if (place >= rest_ || first >= last) return kNothing;
-        const int before = parts_ * share_;
-        return {whole_ + place, before + first, before + last, partial_left(place, share), true};
+        const int first = max(number * share - at, 0), last = min((number + 1) * share - at, left);
+        if (place >= rest || first >= last) return kNothing;
+        const int before = parts * share;
+        return {whole + place, before + first, before + last, partial_left(place, number), true};
     }
 
     // At most one in a share began in the share before.
-    __device__ int partial_left(int place, int share) const {
-        const int first = rest_ * parts_;
-        return share == first_share(place) ? first + place : first + rest_ + share;
+    __device__ int partial_left(int place, int number) const {
+        const int first = rest * parts;
+        return number == first_share(place) ? first + place : first + rest + number;
     }
 
     int tiles_;
     int steps_;
     int teams_;
     int team_size_;
-    // In teams' tiles:
-    int whole_;  // that are not split, the first ones
-    int rest_;   // all others
-    int share_;  // steps of a team's share of these
-    int parts_;  // of a tile that are a share each
-    int left_;   // steps of a tile that are left over
 };
 
 // --- Host side ---
-
-constexpr int kMinSplitSteps = 24;  // below this, finding nothing to do takes longer than can be won
 
 inline int sdd_steps(const Problem& problem) {
     return static_cast<int>((problem.tokens + kSddStep - 1) / kSddStep);
@@ -183,6 +140,19 @@ inline int sdd_steps(const Problem& problem) {
 // True if the products of SddSchedule fit into 32 bits: steps of all teams, twice.
 inline bool sdd_fits(const Problem& problem, const Device& device) {
     return 2 * (int64_t{sdd_steps(problem)} + 8) * device.multiprocessors <= INT32_MAX;
+}
+
+constexpr int kMinPacedSteps = 32;   // fewer take less time than the counters need to be cleared
+constexpr double kMostTiles = 1.25;  // for one of a random pattern, where few rows or columns have most blocks
+
+// True if tiles are split for some number of them between these two: it is on the device. Otherwise there is
+// no need to launch a second kernel that finds nothing to do.
+inline bool may_split(double fewest, double most, int steps, int teams, int team_size, int step_time) {
+    constexpr int kProbes = 32;
+    const int first = static_cast<int>(fewest), last = static_cast<int>(most) + 1;
+    for (int tiles = first; tiles <= last; tiles += 1 + (last - first) / kProbes)
+        if (SddShares(tiles, steps, teams, team_size, step_time, true).is_split(steps)) return true;
+    return false;
 }
 
 // True if each multiprocessor gets a tile of that many values at most, and some get more.
@@ -195,7 +165,8 @@ inline bool fills(const Problem& problem, const Device& device, int64_t tile_val
 constexpr size_t kPaceBytes = Pace::kBytes;
 
 inline size_t split_bytes(const Device& device, int64_t tile_values) {
-    return kPaceBytes + SddSchedule::max_partials(device.multiprocessors) * sizeof(float) * tile_values;
+    const int most = 2 * device.multiprocessors;  // partial sums
+    return kPaceBytes + most * sizeof(float) * tile_values;
 }
 
 template <class Arguments>

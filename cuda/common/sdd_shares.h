@@ -1,0 +1,66 @@
+// How sdd kernels share out their tiles, of which those of the last round may be split over the tokens, see
+// tma/sdd_schedule.cuh. For kernels, and for estimates of their time.
+#pragma once
+
+#ifdef __CUDACC__
+#define TS_HOST_DEVICE __host__ __device__
+#else
+#define TS_HOST_DEVICE
+#endif
+
+namespace ts {
+
+constexpr int kSddStep = 64;  // tokens
+
+// All but `steps` in tiles of a team.
+struct SddShares {
+    int whole;  // that are not split, the first ones
+    int rest;   // all others
+    int share;  // steps of a team's share of these
+    int parts;  // of a tile that are a share each
+    int left;   // steps of a tile that are left over
+
+    // `step_time`: how long a step takes, in those of a tile of 128 x 256 in 16 bits by wgmma. `may_split`:
+    // whether there is memory for partial sums and a second kernel.
+    TS_HOST_DEVICE SddShares(int tiles, int steps, int teams, int team_size, int step_time, bool may_split)
+        : share(steps), parts(1), left(0) {
+        const int team_tiles = (tiles + team_size - 1) / team_size;
+        whole = may_split ? team_tiles / teams * teams : team_tiles;
+        rest = team_tiles - whole;
+        if (rest > 0) divide(steps, teams, team_size, step_time);
+    }
+
+    TS_HOST_DEVICE bool is_split(int steps) const { return share < steps; }
+
+    // Steps in the time of which partial sums are stored.
+    TS_HOST_DEVICE static constexpr int storing(int step_time) { return (2 + step_time) / step_time; }
+
+  private:
+    // Chooses the least of the estimated times, in steps of 128 x 256. Fitted on an H200.
+    TS_HOST_DEVICE void divide(int steps, int teams, int team_size, int step_time) {
+        const int least = (3 + step_time) / step_time;
+        const int even_share = (rest * (steps + storing(step_time)) + teams - 1) / teams;
+        const int uneven = even_share < least ? least : even_share;
+        if (uneven >= steps) return;
+        const int count = steps / uneven, over = steps - count * uneven;
+        const int even = (steps + count - 1) / count;
+        const int even_time = count == 1 ? step_time * steps
+                                         : step_time * even + reduction_time(rest * count, team_size);
+        // Leftover work begins at any token and finds less in L2.
+        const int misses = 4 + 2 * over * rest / (3 * teams);
+        const int uneven_time = step_time * uneven + reduction_time(teams + rest, team_size) + misses;
+        const bool is_even = even_time <= uneven_time || over == 0;
+        if ((is_even ? even_time : uneven_time) >= step_time * steps) return;
+        share = is_even ? even : uneven;
+        parts = is_even ? (steps + even - 1) / even : count;
+        left = is_even ? 0 : over;
+    }
+
+    TS_HOST_DEVICE static int reduction_time(int partials, int team_size) {
+        return 5 + partials * team_size / 16;
+    }
+};
+
+}  // namespace ts
+
+#undef TS_HOST_DEVICE
