@@ -12,18 +12,19 @@ namespace ts {
 
 constexpr int kSddStep = 64;  // tokens
 
-// All but `steps` in tiles of a team.
+// Counts of tiles are those of a team.
 struct SddShares {
     int whole;  // that are not split, the first ones
     int rest;   // all others
     int share;  // steps of a team's share of these
     int parts;  // of a tile that are a share each
     int left;   // steps of a tile that are left over
+    int saved;  // time that splitting saves, in steps of 128 x 256
 
     // `step_time`: how long a step takes, in those of a tile of 128 x 256 in 16 bits by wgmma. `may_split`:
     // whether there is memory for partial sums and a second kernel.
     TS_HOST_DEVICE SddShares(int tiles, int steps, int teams, int team_size, int step_time, bool may_split)
-        : share(steps), parts(1), left(0) {
+        : share(steps), parts(1), left(0), saved(0) {
         const int team_tiles = (tiles + team_size - 1) / team_size;
         whole = may_split ? team_tiles / teams * teams : team_tiles;
         rest = team_tiles - whole;
@@ -44,13 +45,15 @@ struct SddShares {
         if (uneven >= steps) return;
         const int count = steps / uneven, over = steps - count * uneven;
         const int even = (steps + count - 1) / count;
-        const int even_time = count == 1 ? step_time * steps
-                                         : step_time * even + reduction_time(rest * count, team_size);
+        const int even_time =
+            count == 1 ? step_time * steps : step_time * even + reduction_time(rest * count, team_size);
         // Leftover work begins at any token and finds less in L2.
         const int misses = 4 + 2 * over * rest / (3 * teams);
         const int uneven_time = step_time * uneven + reduction_time(teams + rest, team_size) + misses;
         const bool is_even = even_time <= uneven_time || over == 0;
-        if ((is_even ? even_time : uneven_time) >= step_time * steps) return;
+        const int gain = step_time * steps - (is_even ? even_time : uneven_time);
+        if (gain <= 0) return;
+        saved = gain;
         share = is_even ? even : uneven;
         parts = is_even ? (steps + even - 1) / even : count;
         left = is_even ? 0 : over;

@@ -37,11 +37,11 @@ struct SddArguments {
     int* pace;          // the counters, or nullptr
     Operand y_operand;  // as the products read them from shared memory
     Operand x_operand;
-    int plan_lines;  // of 128 bytes that the plan has at least
-    int steps;       // of 64 tokens
-    int team_size;   // CTAs of a cluster, which compute as many tiles side by side
-    int teams;       // that the device holds
-    bool may_split;
+    int plan_lines;       // of 128 bytes that the plan has at least
+    int steps;            // of 64 tokens
+    int team_size;        // CTAs of a cluster, which compute as many tiles side by side
+    int teams;            // that the device holds
+    int most_split;       // tiles; 0: none are, and no kernel follows
     bool stages_results;  // in the place of the last stage, and TMA stores them
     bool stages_last;     // those of a CTA's last tile, in the place of the strips
     int unit_shift;       // log2 of a unit's features
@@ -572,7 +572,7 @@ __global__ void __launch_bounds__(128) sdd_reduce(const __grid_constant__ SddArg
     constexpr int kColumns = 32, kVectors = kColumns / 8, kRuns = Traits::kWindow / kColumns;
     const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.teams,
-                                             arguments.team_size, arguments.may_split);
+                                             arguments.team_size, arguments.most_split > 0);
     cudaGridDependencySynchronize();
     for (int index = blockIdx.x; index < 2 * kRuns * schedule.split_tiles(); index += gridDim.x) {
         const int run = index % kRuns, half = index / kRuns % 2, place = index / kRuns / 2;
@@ -610,6 +610,7 @@ class SddConsumer {
             sum_up_tile(sums, plan.tile(work.tile), work.last_step - work.first_step);
             const bool is_last = index + teams >= schedule.size();
             if (work.partial >= 0) {
+                cudaTriggerProgrammaticLaunchCompletion();
                 store_sums(partial_sums<kSums>(arguments_.partial, 2 * int64_t{work.partial} + half_), sums);
             } else if (Traits::kMayStageResults && work.exists &&
                        (arguments_.stages_results || is_last && arguments_.stages_last)) {
@@ -721,8 +722,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int rank = blockIdx.x % arguments.team_size;
     const StripPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.teams,
-                                             arguments.team_size, arguments.may_split);
-    if (arguments.may_split) cudaTriggerProgrammaticLaunchCompletion();  // sdd_reduce waits for all the same
+                                             arguments.team_size, arguments.most_split > 0);
     cute::cluster_wait();
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<40>();

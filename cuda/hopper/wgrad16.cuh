@@ -50,7 +50,7 @@ struct SddNarrowArguments {
     int* pace;        // the counters, or nullptr
     int steps;        // of 64 tokens
     int ctas;         // that the device holds
-    bool may_split;
+    int most_split;   // tiles; 0: none are, and no kernel follows
     bool accumulate;
     int plan_key;  // that the plan must have
     PlanReport plan_report;
@@ -70,7 +70,7 @@ struct SddNarrowTraits {
     static constexpr bool kFloat = sizeof(Input) == 4;
     static constexpr int kStageTokens = kFloat ? 16 : 32;
     // See SddShares: as measured with one tile for each multiprocessor of an H200.
-    static constexpr int kStepTime = kFloat ? (Math::kParts > 1 ? 26 : 6) : 3;
+    static constexpr int kStepTime = kFloat ? (Math::kParts > 1 ? 26 : 11) : 3;
     using Schedule = SddSchedule<kStepTime>;
     static constexpr int kBoxFeatures = kFloat ? 32 : kListUnit;  // of row-major operands, that a copy brings
     static constexpr int kBlockSums = kBlock * kBlock / 32;       // of a lane
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(128)
     constexpr int kVectors = Traits::kBlockSums / 4;
     const SddPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1,
-                                             arguments.may_split);
+                                             arguments.most_split > 0);
     cudaGridDependencySynchronize();
     const int parts = Traits::kBlocks * Traits::kGroups;  // of a tile
     for (int index = blockIdx.x; index < parts * schedule.split_tiles(); index += gridDim.x) {
@@ -379,6 +379,7 @@ class SddNarrowConsumer {
             else
                 multiply<kBlocks / 2>(sums, stages);
             if (work.partial >= 0) {
+                cudaTriggerProgrammaticLaunchCompletion();
                 store_sums(partial_sums<Traits::kSums>(arguments_.partial,
                                                        int64_t{Traits::kGroups} * work.partial + warp_ / 4),
                            sums);
@@ -504,9 +505,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     });
     const SddPlan plan(arguments.plan, arguments.plan_key, arguments.plan_report);
     const typename Traits::Schedule schedule(plan.tile_count, arguments.steps, arguments.ctas, 1,
-                                             arguments.may_split);
-    // The kernel that adds the sums waits for all the same.
-    if (arguments.may_split) cudaTriggerProgrammaticLaunchCompletion();
+                                             arguments.most_split > 0);
     cute::cluster_wait();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < 4) {
@@ -538,7 +537,7 @@ struct SddNarrow {
     }
 
     static size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
-        if (problem.pattern.nnz == 0 || !may_split(problem, device)) return 0;
+        if (problem.pattern.nnz == 0 || most_split(problem, device) == 0) return 0;
         return split_bytes(device, kTileValues);
     }
 
@@ -552,7 +551,7 @@ struct SddNarrow {
         arguments.values = problem.values.data;
         arguments.steps = sdd_steps(problem);
         arguments.ctas = device.multiprocessors;
-        arguments.may_split = may_split(problem, device);
+        arguments.most_split = most_split(problem, device);
         arguments.accumulate = problem.accumulate;
         if (problem.tokens > 0) {
             const Pattern& pattern = problem.pattern;
@@ -561,9 +560,8 @@ struct SddNarrow {
             if (const cudaError_t error = map(arguments.x, problem, problem.x, pattern.in_features))
                 return error;
         }
-        if (arguments.may_split) {
-            const bool is_paced =
-                sdd_steps(problem) >= kMinPacedSteps && fills(problem, device, kTileValues);
+        if (arguments.most_split > 0) {
+            const bool is_paced = sdd_steps(problem) >= kMinPacedSteps && fills(problem, device, kTileValues);
             if (const cudaError_t error = use_split_memory(arguments, workspace, is_paced, stream))
                 return error;
         }
@@ -587,10 +585,11 @@ struct SddNarrow {
   private:
     static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Traits::kBlock * Traits::kBlock;
 
-    static bool may_split(const Problem& problem, const Device& device) {
+    static int most_split(const Problem& problem, const Device& device) {
         const double fewest = static_cast<double>(problem.pattern.nnz) / kListTileBlocks;
         const double most = kMostTiles * list_tiles(problem.pattern);
-        return tma::may_split(fewest, most, sdd_steps(problem), device.multiprocessors, 1, Traits::kStepTime);
+        return tma::most_split(fewest, most, sdd_steps(problem), device.multiprocessors, 1,
+                               Traits::kStepTime);
     }
 
     // The kernel, and the one that adds partial sums.
@@ -606,8 +605,9 @@ struct SddNarrow {
                 start = row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>;
         }
         if (const cudaError_t error = start(arguments, device, stream)) return error;
-        if (!arguments.may_split) return cudaSuccess;
-        return launch_early<sdd_narrow_reduce<OfResult>, 0>(arguments, 16 * arguments.ctas, 128, stream);
+        if (arguments.most_split == 0) return cudaSuccess;
+        const int ctas = 16 * arguments.most_split;
+        return launch_early<sdd_narrow_reduce<OfResult>, 0>(arguments, ctas, 128, stream);
     }
 
     template <class OfResult, bool kRowMajorY, bool kRowMajorX>

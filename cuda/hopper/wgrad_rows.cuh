@@ -82,7 +82,7 @@ struct Sdd {
         if (problem.pattern.nnz == 0) return cudaSuccess;
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device)) return error;
-        if (arguments.may_split) {
+        if (arguments.most_split > 0) {
             const bool paced = is_paced(problem, device);
             if (const cudaError_t error = use_split_memory(arguments, workspace, paced, stream)) return error;
         }
@@ -111,7 +111,7 @@ struct Sdd {
     static constexpr int64_t kTileValues = Traits::kTileValues;
 
     static size_t bytes_of_splits(const Problem& problem, const Device& device) {
-        return may_split(problem, device) ? split_bytes(device, kTileValues) : 0;
+        return most_split(problem, device) > 0 ? split_bytes(device, kTileValues) : 0;
     }
 
     static int64_t sum_warps(const Device& device) {
@@ -124,7 +124,7 @@ struct Sdd {
     }
 
     // The number of tiles of wide blocks is nearly known: most are in pairs.
-    static bool may_split(const Problem& problem, const Device& device) {
+    static int most_split(const Problem& problem, const Device& device) {
         constexpr int kSpareTiles = 4;
         const Pattern& pattern = problem.pattern;
         const bool pairs = are_wide_blocks(pattern);
@@ -132,8 +132,8 @@ struct Sdd {
             std::ceil(static_cast<double>(pattern.value_count()) / static_cast<double>(kTileValues));
         const double most = pairs ? fewest + kSpareTiles : kMostTiles * strip_tiles(pattern);
         const int team = team_size(problem, device);
-        return tma::may_split(fewest, most, sdd_steps(problem), device.multiprocessors / team, team,
-                              Traits::kStepTime);
+        return tma::most_split(fewest, most, sdd_steps(problem), device.multiprocessors / team, team,
+                               Traits::kStepTime);
     }
 
     // True where tiles come one after another quickly: storing the results of one would keep the next
@@ -165,8 +165,8 @@ struct Sdd {
             row_major_y ? (row_major_x ? start_on<OfResult, true, true> : start_on<OfResult, true, false>)
                         : (row_major_x ? start_on<OfResult, false, true> : start_on<OfResult, false, false>);
         if (const cudaError_t error = start(arguments, device, stream)) return error;
-        if (!arguments.may_split) return cudaSuccess;
-        const int ctas = 16 * arguments.teams * arguments.team_size;
+        if (arguments.most_split == 0) return cudaSuccess;
+        const int ctas = 16 * arguments.most_split;
         return launch_early<sdd_reduce<OfResult>, 0>(arguments, ctas, 128, stream);
     }
 
@@ -184,7 +184,7 @@ struct Sdd {
         arguments.steps = sdd_steps(problem);
         arguments.team_size = team_size(problem, device);
         arguments.teams = device.multiprocessors / arguments.team_size;
-        arguments.may_split = may_split(problem, device);
+        arguments.most_split = most_split(problem, device);
         arguments.stages_results = stages_results(problem, device);
         arguments.stages_last = stages_last(problem);
         if (arguments.stages_last)

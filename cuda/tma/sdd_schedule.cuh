@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -142,17 +143,21 @@ inline bool sdd_fits(const Problem& problem, const Device& device) {
     return 2 * (int64_t{sdd_steps(problem)} + 8) * device.multiprocessors <= INT32_MAX;
 }
 
-constexpr int kMinPacedSteps = 32;   // fewer take less time than the counters need to be cleared
-constexpr double kMostTiles = 1.25;  // for one of a random pattern, where few rows or columns have most blocks
+constexpr int kMinPacedSteps = 32;  // fewer take less time than the counters need to be cleared
+constexpr double kMostTiles = 1.1;  // for one of a random pattern, where few rows or columns have most blocks
 
-// True if tiles are split for some number of them between these two: it is on the device. Otherwise there is
-// no need to launch a second kernel that finds nothing to do.
-inline bool may_split(double fewest, double most, int steps, int teams, int team_size, int step_time) {
+// How many tiles are split at most, 0 if a second kernel is not worth its launch. The number of tiles, which
+// is on the device, is between these two, any as likely as the others.
+inline int most_split(double fewest, double most, int steps, int teams, int team_size, int step_time) {
     constexpr int kProbes = 32;
+    constexpr int kNothing = 7;  // steps of 128 x 256 in the time to launch a kernel that finds nothing to do
     const int first = static_cast<int>(fewest), last = static_cast<int>(most) + 1;
-    for (int tiles = first; tiles <= last; tiles += 1 + (last - first) / kProbes)
-        if (SddShares(tiles, steps, teams, team_size, step_time, true).is_split(steps)) return true;
-    return false;
+    int saved = 0;
+    for (int tiles = first; tiles <= last; tiles += 1 + (last - first) / kProbes) {
+        const SddShares shares(tiles, steps, teams, team_size, step_time, true);
+        saved += shares.is_split(steps) ? shares.saved : -kNothing;
+    }
+    return saved > 0 ? std::min(last, teams * team_size) : 0;
 }
 
 // True if each multiprocessor gets a tile of that many values at most, and some get more.
