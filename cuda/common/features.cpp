@@ -157,7 +157,8 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     const double strip = kernel.united_features, tile_values = kernel.tile_values;
     const double united = present(density, strip / pattern.block_rows);
     double tiles = area * united / tile_values;
-    if (kernel.plan.kind == PlanKind::lists) tiles = list_tiles(pattern);
+    if (kernel.plan.kind == PlanKind::lists)
+        tiles = list_tiles(pattern) * (kListTileBlocks * 16 * 16 / tile_values);
     if (kernel.plan.kind == PlanKind::strips && !are_wide_blocks(pattern)) tiles = strip_tiles(pattern);
     const bool splits = splits_tiles(kernel, problem, tiles, machine);
     Rounds rounds(tiles, machine.multiprocessors);
