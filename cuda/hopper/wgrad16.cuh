@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(128)
         const SddPartials partials = schedule.partials(index / parts);
         const int tile = schedule.first_split() + index / parts;
         float sums[Traits::kBlockSums] = {};
-#pragma unroll 4
+#pragma unroll 8
         for (int number = 0; number < partials.count(); ++number) {
             const float4* const from = partial_sums<Traits::kSums>(
                 arguments.partial, int64_t{Traits::kGroups} * partials.at(number) + group);
@@ -606,7 +606,7 @@ struct SddNarrow {
         }
         if (const cudaError_t error = start(arguments, device, stream)) return error;
         if (arguments.most_split == 0) return cudaSuccess;
-        const int ctas = 16 * arguments.most_split;
+        const int ctas = Traits::kBlocks * Traits::kGroups * arguments.most_split;
         return launch_early<sdd_narrow_reduce<OfResult>, 0>(arguments, ctas, 128, stream);
     }
 
