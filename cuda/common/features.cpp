@@ -17,6 +17,8 @@ double divide_up(double a, double b) { return std::ceil(a / b); }
 // The share of the columns of a random pattern in which at least one of some block rows has a block.
 double present(double density, double rows) { return 1 - std::pow(1 - density, std::max(1.0, rows)); }
 
+constexpr double kSumBytes = 2 * 4;  // of a partial sum, written and read
+
 bool is_decode(const Kernel& kernel) { return kernel.max_tokens > 0; }
 
 // Bytes that are read again by each of some tiles, as far as L2 does not keep them.
@@ -83,7 +85,6 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     at(result, Feature::launch) = 1;
     at(result, Feature::rounds) = rounds.whole * machine.slower;
     at(result, Feature::splits) = parts > 1 ? 1 : 0;
-    constexpr double kSumBytes = 2 * 4;  // written and read
     if (parts > 1)
         at(result, Feature::parts) =
             tiles * parts * kernel.tile_tokens * kernel.tile_features * kSumBytes / machine.memory;
@@ -138,17 +139,8 @@ Features decode_features(const Kernel& kernel, const Problem& problem, const Dev
     return result;
 }
 
-// True if tiles of the last round are split over the tokens.
-bool splits_tiles(const Kernel& kernel, const Problem& problem, double tiles, const Machine& machine) {
-    if (kernel.step_time == 0) return false;
-    const auto steps = static_cast<int>(divide_up(static_cast<double>(problem.tokens), kSddStep));
-    return SddShares(static_cast<int>(std::ceil(tiles)), steps, machine.multiprocessors, 1, kernel.step_time,
-                     true)
-        .is_split(steps);
-}
-
 // Strips of features of y meet units of x; rows of tiles unite the block rows of 64 features, or of 128.
-// If tiles are split, all work is dealt out evenly.
+// Tiles of the last round may be split over the tokens.
 Features sdd_features(const Kernel& kernel, const Problem& problem, const Device& device) {
     const Machine machine = machine_of(device);
     const Pattern& pattern = problem.pattern;
@@ -160,18 +152,25 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     if (kernel.plan.kind == PlanKind::lists)
         tiles = list_tiles(pattern) * (kListTileBlocks * 16 * 16 / tile_values);
     if (kernel.plan.kind == PlanKind::strips && !are_wide_blocks(pattern)) tiles = strip_tiles(pattern);
-    const bool splits = splits_tiles(kernel, problem, tiles, machine);
+    const auto steps = static_cast<int>(divide_up(tokens, kSddStep));
+    const SddShares shares(static_cast<int>(std::ceil(tiles)), steps, machine.multiprocessors, 1,
+                           std::max(kernel.step_time, 1), kernel.step_time > 0);
+    const bool splits = shares.is_split(steps);
+    const double last = splits ? static_cast<double>(shares.share) / steps : 1;  // of the last round's tiles
     Rounds rounds(tiles, machine.multiprocessors);
-    if (splits) rounds.whole = rounds.mean;
+    rounds.whole += last - 1;
     const double all = 2 * tokens / rate_of(kernel, problem, machine), tile = tile_values * all;
     const double evenly = area * all / machine.multiprocessors;
     Features result{};
     at(result, Feature::launch) = 1;
     at(result, Feature::rounds) = rounds.whole * machine.slower;
     at(result, Feature::splits) = splits ? 1 : 0;
+    if (splits)
+        at(result, Feature::parts) =
+            shares.partials(machine.multiprocessors) * tile_values * kSumBytes / machine.memory;
     at(result, Feature::whole_steps) = rounds.whole * tile;
     at(result, Feature::mean_steps) = rounds.mean * tile;
-    at(result, Feature::one_tile) = splits ? 0 : tile;
+    at(result, Feature::one_tile) = last * tile;
     at(result, Feature::mean_products) = evenly * density;
     at(result, Feature::mean_halves) = evenly;
     at(result, Feature::copies) = evenly * present(density, 128.0 / pattern.block_rows);

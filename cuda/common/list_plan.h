@@ -50,13 +50,16 @@ inline int32_t list_group(const Pattern& pattern) {
 }
 
 // About as many tiles as a plan of a random pattern has: a tile has as many blocks as lie in its units of y
-// and x, or as warps have room for, and half of the last one of a group is empty.
+// and x, or as warps have room for; the last one of a group has what is left.
 inline double list_tiles(const Pattern& pattern) {
     constexpr double kBlock = 16 * 16, kUnit = double{kListUnit} * kListUnit;
+    constexpr double kDeviation = 0.03;  // of the blocks of a group, about
     const double group = list_group(pattern);
     const double blocks = group * (kListUnits - group) * kUnit / kBlock * pattern.density();
     const double groups = std::ceil(static_cast<double>(pattern.out_features) / kListUnit / group);
-    return static_cast<double>(pattern.nnz) / std::clamp(blocks, 1.0, double{kListTileBlocks}) + groups / 2;
+    const double full = static_cast<double>(pattern.nnz) / std::clamp(blocks, 1.0, double{kListTileBlocks});
+    const double of_group = full / std::max(groups, 1.0);
+    return groups * (std::ceil(of_group * (1 - kDeviation)) + std::ceil(of_group * (1 + kDeviation))) / 2;
 }
 
 }  // namespace ts

@@ -33,6 +33,9 @@ struct SddShares {
 
     TS_HOST_DEVICE bool is_split(int steps) const { return share < steps; }
 
+    // Tiles of partial sums, about.
+    TS_HOST_DEVICE int partials(int teams) const { return left > 0 ? teams + rest : parts * rest; }
+
     // Steps in the time of which partial sums are stored.
     TS_HOST_DEVICE static constexpr int storing(int step_time) { return (2 + step_time) / step_time; }
 

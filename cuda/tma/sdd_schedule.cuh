@@ -150,7 +150,7 @@ constexpr double kMostTiles = 1.1;  // for one of a random pattern, where few ro
 // is on the device, is between these two, any as likely as the others.
 inline int most_split(double fewest, double most, int steps, int teams, int team_size, int step_time) {
     constexpr int kProbes = 32;
-    constexpr int kNothing = 7;  // steps of 128 x 256 in the time to launch a kernel that finds nothing to do
+    constexpr int kNothing = 9;  // steps of 128 x 256 in the time to launch a kernel that finds nothing to do
     const int first = static_cast<int>(fewest), last = static_cast<int>(most) + 1;
     int saved = 0;
     for (int tiles = first; tiles <= last; tiles += 1 + (last - first) / kProbes) {
