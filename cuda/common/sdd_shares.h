@@ -47,11 +47,10 @@ struct SddShares {
         const int uneven = even_share < least ? least : even_share;
         if (uneven >= steps) return;
         const int count = steps / uneven, over = steps - count * uneven;
-        const bool halves = count == 1 && 2 * rest <= teams;  // which leave some teams idle
-        const int even_count = halves ? 2 : count, even = (steps + even_count - 1) / even_count;
-        const int even_time = even_count == 1
-                                  ? step_time * steps
-                                  : step_time * even + reduction_time(rest * even_count, team_size);
+        const int most = rest * (count + 1) <= teams ? count + 1 : count;
+        const int even = (steps + most - 1) / most, even_parts = (steps + even - 1) / even;
+        const int even_time = even == steps ? step_time * steps
+                                            : step_time * even + reduction_time(rest * even_parts, team_size);
         // Leftover work begins at any token and finds less in L2.
         const int misses = 4 + 2 * over * rest / (3 * teams);
         const int uneven_time = step_time * uneven + reduction_time(teams + rest, team_size) + misses;
@@ -60,7 +59,7 @@ struct SddShares {
         if (gain <= 0) return;
         saved = gain;
         share = is_even ? even : uneven;
-        parts = is_even ? (steps + even - 1) / even : count;
+        parts = is_even ? even_parts : count;
         left = is_even ? 0 : over;
     }
 

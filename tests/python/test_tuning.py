@@ -255,14 +255,14 @@ def test_kernels_of_fast_sums(
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("density", [0.5, 0.25, 0.1])
 def test_kernels_of_few_tokens_in_float8(density: float, fast: bool) -> None:
-    """Tiles of 64 tokens are two rounds of an H200 with 128.
+    """One round of tiles of 128 tokens of an H200 takes as long as two of 64, within a tenth.
 
-    They took 30, 25 and 20 us, those of 128 tokens 24, 20 and 15, when second rounds were still handed out.
+    At .25 they took 19 and 18 us, tiles of 256 tokens 30, and warpgroups by turns 42.
     """
     eight = "float8_e4m3fn"
     layer = Product(4096, 14336, 128, density, 64, torch.bfloat16, storage=eight, activations=eight)
     kernel = tuning.choose(replace(layer, use_fast_accum=fast), "H200").kernel
-    assert kernel == "sm90_dds_nt_float8_bf16_128x128"
+    assert kernel in {"sm90_dds_nt_float8_bf16_128x128", "sm90_dds_nt_float8_bf16_64x128"}
 
 
 def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
