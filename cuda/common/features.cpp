@@ -152,9 +152,10 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     if (kernel.plan.kind == PlanKind::lists)
         tiles = list_tiles(pattern) * (kListTileBlocks * 16 * 16 / tile_values);
     if (kernel.plan.kind == PlanKind::strips && !are_wide_blocks(pattern)) tiles = strip_tiles(pattern);
-    const auto steps = static_cast<int>(divide_up(tokens, kSddStep));
-    const SddShares shares(static_cast<int>(std::ceil(tiles)), steps, machine.multiprocessors, 1,
-                           std::max(kernel.step_time, 1), kernel.step_time > 0);
+    constexpr double kMost = 1 << 22;  // far from where anything depends on the last round
+    const auto steps = static_cast<int>(std::min(divide_up(tokens, kSddStep), kMost));
+    const SddShares shares(static_cast<int>(std::min(std::ceil(tiles), kMost)), steps,
+                           machine.multiprocessors, 1, std::max(kernel.step_time, 1), kernel.step_time > 0);
     const bool splits = shares.is_split(steps);
     const double last = splits ? static_cast<double>(shares.share) / steps : 1;  // of the last round's tiles
     Rounds rounds(tiles, machine.multiprocessors);

@@ -52,14 +52,16 @@ inline int32_t list_group(const Pattern& pattern) {
 // About as many tiles as a plan of a random pattern has: a tile has as many blocks as lie in its units of y
 // and x, or as warps have room for; the last one of a group has what is left.
 inline double list_tiles(const Pattern& pattern) {
-    constexpr double kBlock = 16 * 16, kUnit = double{kListUnit} * kListUnit;
-    constexpr double kDeviation = 0.03;  // of the blocks of a group, about
-    const double group = list_group(pattern);
-    const double blocks = group * (kListUnits - group) * kUnit / kBlock * pattern.density();
-    const double groups = std::ceil(static_cast<double>(pattern.out_features) / kListUnit / group);
-    const double full = static_cast<double>(pattern.nnz) / std::clamp(blocks, 1.0, double{kListTileBlocks});
-    const double of_group = full / std::max(groups, 1.0);
-    return groups * (std::ceil(of_group * (1 - kDeviation)) + std::ceil(of_group * (1 + kDeviation))) / 2;
+    constexpr double kBlocks = kListUnit / 16 * kListUnit / 16;  // of a unit of y and one of x
+    constexpr double kDeviation = 0.03;                          // of the blocks of a group, about
+    const double group = list_group(pattern), nnz = static_cast<double>(pattern.nnz);
+    const double places = group * kBlocks, present = 1 - std::pow(1 - pattern.density(), places);
+    const double of_unit = places * pattern.density() / std::max(present, 1e-12);  // of x that has blocks
+    const double of_tile = std::clamp((kListUnits - group) * of_unit, 1.0, double{kListTileBlocks});
+    const double groups =
+        std::min(std::ceil(static_cast<double>(pattern.out_features) / kListUnit / group), nnz);
+    const double full = nnz / of_tile / std::max(groups, 1.0);  // tiles of a group
+    return groups * (std::ceil(full * (1 - kDeviation)) + std::ceil(full * (1 + kDeviation))) / 2;
 }
 
 }  // namespace ts

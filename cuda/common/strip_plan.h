@@ -42,13 +42,15 @@ inline bool are_wide_blocks(const Pattern& pattern) {
 // Features of x in a unit.
 inline int32_t strip_unit(const Pattern& pattern) { return pattern.block_cols == 32 ? 32 : 64; }
 
-// About as many tiles as a plan of a random pattern has. Half of the last window of a strip is empty.
+// About as many tiles as a plan of a random pattern has. Half of the last window of a strip is empty, unless
+// all units have blocks.
 inline double strip_tiles(const Pattern& pattern) {
     const double rows = std::max(1, kStripFeatures / pattern.block_rows);
     const double columns = std::max(1, strip_unit(pattern) / pattern.block_cols);
     const double units = 1 - std::pow(1 - pattern.density(), rows * columns);  // share of those with a block
-    const double windows = units * static_cast<double>(pattern.in_features) / kStripWindow + 0.5;
-    return static_cast<double>(pattern.out_features) / kStripFeatures * std::max(windows, 1.0) / 2;
+    const double all = static_cast<double>(pattern.in_features) / kStripWindow;
+    const double windows = std::clamp(units * all + 0.5, 1.0, std::max(std::ceil(all), 1.0));
+    return std::ceil(static_cast<double>(pattern.out_features) / kStripFeatures) * windows / 2;
 }
 
 }  // namespace ts

@@ -104,8 +104,8 @@ struct NarrowCosts {
 };
 
 // A cluster of two CTAs computes 512 features x 128 tokens, half of the features each, and shares the
-// activations; or, with two ranks of tokens, 256 x 256, half of the tokens each, and shares the weight. Which
-// of both follows from the plan: one kernel is compiled in half of the time that two take.
+// activations; or, with two ranks of tokens, 256 x 256, half of the tokens each, and shares the weight. The
+// plan says which, so that one kernel serves both and is compiled in half of the time that two take.
 struct NarrowRanks {
     int rank;  // of the two CTAs
     int rows;  // ranks along the block rows: 2 or 1
@@ -220,8 +220,7 @@ struct NarrowKinds {
 
 // The warp that loads in the dds kernel for narrow blocks.
 
-// The warp that fills the stages. It is often the slowest, so that its ranks along the block rows are a
-// constant.
+// The warp that fills the stages. It is often the slowest, so kRowRanks is a constant here.
 template <class Traits, bool kRowMajorInput, int kRowRanks>
 class NarrowProducer {
     static constexpr int kRankTokens = Traits::kTileTokens / kRowRanks;  // that a CTA loads

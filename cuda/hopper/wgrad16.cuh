@@ -12,8 +12,8 @@
 // Loop over tokens: stages of 32, or 16 of float32. ldmatrix, or a load of each word, brings the features of
 // X of one block after another, and those of Y where they change: shared memory is the limit, at 512 bytes
 // for each block and 16 tokens, or 8.
-// Split: tiles of the last round are cut over the tokens (tma/sdd_schedule.cuh); a second kernel adds
-// the sums.
+// Split: tiles of the last round are cut over the tokens where that pays (tma/sdd_schedule.cuh); a second
+// kernel adds the sums.
 // Chosen where its estimate is least, where few blocks are kept.
 #pragma once
 
@@ -21,6 +21,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/mma_sm80.hpp>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/epilogue.cuh"
@@ -537,8 +538,8 @@ struct SddNarrow {
     }
 
     static size_t workspace_size(const Problem& problem, const Device& device, const Decision&) {
-        if (problem.pattern.nnz == 0 || most_split(problem, device) == 0) return 0;
-        return split_bytes(device, kTileValues);
+        if (problem.pattern.nnz == 0) return 0;
+        return sdd_bytes(is_paced(problem, device), most_split(problem, device) > 0, device, kTileValues);
     }
 
     static int32_t launch(const Problem& problem, const Device& device, const Decision&, void* workspace,
@@ -560,11 +561,8 @@ struct SddNarrow {
             if (const cudaError_t error = map(arguments.x, problem, problem.x, pattern.in_features))
                 return error;
         }
-        if (arguments.most_split > 0) {
-            const bool is_paced = sdd_steps(problem) >= kMinPacedSteps && fills(problem, device, kTileValues);
-            if (const cudaError_t error = use_split_memory(arguments, workspace, is_paced, stream))
-                return error;
-        }
+        if (const cudaError_t error = use_memory(arguments, workspace, is_paced(problem, device), stream))
+            return error;
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         return start(arguments, problem, device, stream);
     }
@@ -584,6 +582,10 @@ struct SddNarrow {
 
   private:
     static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Traits::kBlock * Traits::kBlock;
+
+    static bool is_paced(const Problem& problem, const Device& device) {
+        return sdd_steps(problem) >= kMinPacedSteps && fills(problem, device, kTileValues);
+    }
 
     static int most_split(const Problem& problem, const Device& device) {
         const double fewest = static_cast<double>(problem.pattern.nnz) / kListTileBlocks;
@@ -606,7 +608,8 @@ struct SddNarrow {
         }
         if (const cudaError_t error = start(arguments, device, stream)) return error;
         if (arguments.most_split == 0) return cudaSuccess;
-        const int ctas = Traits::kBlocks * Traits::kGroups * arguments.most_split;
+        const int parts = Traits::kBlocks * Traits::kGroups * arguments.most_split;
+        const int ctas = std::min(parts, 16 * arguments.ctas);
         return launch_early<sdd_narrow_reduce<OfResult>, 0>(arguments, ctas, 128, stream);
     }
 

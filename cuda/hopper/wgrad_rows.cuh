@@ -73,7 +73,7 @@ struct Sdd {
     // Counters of the pace and partial sums, and behind them the sums of y.
     static size_t workspace_size(const Problem& problem, const Device& device, const Decision& decision) {
         if (problem.pattern.nnz == 0) return 0;
-        return bytes_of_splits(problem, device) +
+        return own_bytes(problem, device) +
                (decision.sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
     }
 
@@ -82,13 +82,11 @@ struct Sdd {
         if (problem.pattern.nnz == 0) return cudaSuccess;
         SddArguments arguments{};
         if (const cudaError_t error = describe(arguments, problem, device)) return error;
-        if (arguments.most_split > 0) {
-            const bool paced = is_paced(problem, device);
-            if (const cudaError_t error = use_split_memory(arguments, workspace, paced, stream)) return error;
-        }
+        if (const cudaError_t error = use_memory(arguments, workspace, is_paced(problem, device), stream))
+            return error;
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         if (!decision.sums_y) return start(arguments, problem, device, stream);
-        void* const partial = static_cast<char*>(workspace) + bytes_of_splits(problem, device);
+        void* const partial = static_cast<char*>(workspace) + own_bytes(problem, device);
         arguments.sums = sums::share(problem, sum_warps(device), partial);
         if (const cudaError_t error = start(arguments, problem, device, stream)) return error;
         return sums::add_partial(problem, arguments.sums, stream);
@@ -110,8 +108,8 @@ struct Sdd {
   private:
     static constexpr int64_t kTileValues = Traits::kTileValues;
 
-    static size_t bytes_of_splits(const Problem& problem, const Device& device) {
-        return most_split(problem, device) > 0 ? split_bytes(device, kTileValues) : 0;
+    static size_t own_bytes(const Problem& problem, const Device& device) {
+        return sdd_bytes(is_paced(problem, device), most_split(problem, device) > 0, device, kTileValues);
     }
 
     static int64_t sum_warps(const Device& device) {
@@ -304,8 +302,8 @@ struct GroupedSdd {
 // Cluster: 1 CTA, or 2 for blocks of 128 x 128, which load strips that both need once.
 // Warps: 1 loads, 3 sum up Y for the gradient of the bias (Decision::sums_y), 8 multiply and store.
 // Loop over tokens: steps of 64, in a ring of 3 stages of large tiles or 4 of small ones.
-// Split: tiles of the last round are cut over the tokens (tma/sdd_schedule.cuh); a second kernel adds
-// the sums.
+// Split: tiles of the last round are cut over the tokens where that pays (tma/sdd_schedule.cuh); a second
+// kernel adds the sums.
 // Chosen where its estimate is least.
 //
 // A small batch leaves little time to begin and to end: what is read one thing after another is fetched

@@ -2,15 +2,16 @@
 // teams (clusters) that compute as many tiles, one after another in the plan, at the same time.
 //
 // All walk the tokens at the same pace, so that what one reads from memory the others find in L2. Tiles are
-// dealt out in rounds of one for each CTA. Those of the last, partial round are shared by all: each tile is
-// cut into parts as long as a team's share, at the same tokens in every tile. What is left over of the tiles
-// goes to the teams that are left over, end to end, cut again where a share ends. A second kernel adds the
-// partial sums. Tiles are not cut where that kernel would take longer than can be won.
+// dealt out in rounds of one for each CTA. Those of the last, partial round are cut into parts, at the same
+// tokens in every tile: into equal ones, or into some as long as a team's even share of all steps. Then what
+// is left over of the tiles goes to the teams that are left over, end to end, cut again where a share ends. A
+// second kernel adds the partial sums. Tiles are not cut where that kernel would take longer than can be won.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -58,7 +59,7 @@ class SddSchedule : SddShares {
     // Whole tiles and then parts are numbered, so that a team's are a number of teams apart. Some are empty.
     __device__ int size() const {
         const int most = left > 0 ? share / place_size() + 2 : 1;
-        return whole + (rest > 0 ? most * teams_ : 0);
+        return whole + (is_split(steps_) ? most * teams_ : rest);
     }
     __device__ bool is_whole(int index) const { return index < whole; }
 
@@ -144,16 +145,19 @@ inline bool sdd_fits(const Problem& problem, const Device& device) {
 }
 
 constexpr int kMinPacedSteps = 32;  // fewer take less time than the counters need to be cleared
-constexpr double kMostTiles = 1.1;  // for one of a random pattern, where few rows or columns have most blocks
+constexpr double kMostTiles = 1.1;  // times those of a random pattern, of others as a rule
 
 // How many tiles are split at most, 0 if a second kernel is not worth its launch. The number of tiles, which
-// is on the device, is between these two, any as likely as the others.
+// is on the device, is taken to be between these two, any as likely as the others.
 inline int most_split(double fewest, double most, int steps, int teams, int team_size, int step_time) {
-    constexpr int kProbes = 32;
-    constexpr int kNothing = 9;  // steps of 128 x 256 in the time to launch a kernel that finds nothing to do
-    const int first = static_cast<int>(fewest), last = static_cast<int>(most) + 1;
-    int saved = 0;
-    for (int tiles = first; tiles <= last; tiles += 1 + (last - first) / kProbes) {
+    constexpr int kProbes = 16;
+    constexpr int kNothing = 9;  // time to launch a kernel that finds nothing to do, see SddShares
+    const int first = std::max(1, static_cast<int>(std::ceil(fewest)));
+    const int last = std::max(first, static_cast<int>(std::ceil(most)));
+    // After a round of tiles all is as before.
+    const int probed = std::min(last - first + 1, teams * team_size);
+    int64_t saved = 0;
+    for (int tiles = first; tiles < first + probed; tiles += 1 + (probed - 1) / kProbes) {
         const SddShares shares(tiles, steps, teams, team_size, step_time, true);
         saved += shares.is_split(steps) ? shares.saved : -kNothing;
     }
@@ -165,18 +169,18 @@ inline bool fills(const Problem& problem, const Device& device, int64_t tile_val
     return problem.pattern.value_count() > device.multiprocessors * tile_values;
 }
 
-// The workspace of a kernel that may split tiles: the counters of the pace, and behind them the
-// partial sums of tiles.
+// The workspace of a kernel: the counters of the pace, and behind them the partial sums of tiles.
 constexpr size_t kPaceBytes = Pace::kBytes;
 
-inline size_t split_bytes(const Device& device, int64_t tile_values) {
-    const int most = 2 * device.multiprocessors;  // partial sums
-    return kPaceBytes + most * sizeof(float) * tile_values;
+inline size_t sdd_bytes(bool is_paced, bool may_split, const Device& device, int64_t tile_values) {
+    const size_t most = may_split ? 2 * static_cast<size_t>(device.multiprocessors) : 0;  // partial sums
+    return is_paced || may_split ? kPaceBytes + most * sizeof(float) * tile_values : 0;
 }
 
 template <class Arguments>
-cudaError_t use_split_memory(Arguments& arguments, void* workspace, bool is_paced, void* stream) {
-    arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
+cudaError_t use_memory(Arguments& arguments, void* workspace, bool is_paced, void* stream) {
+    if (arguments.most_split > 0)
+        arguments.partial = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPaceBytes);
     if (!is_paced) return cudaSuccess;
     arguments.pace = static_cast<int*>(workspace);
     return cudaMemsetAsync(workspace, 0, kPaceBytes, static_cast<cudaStream_t>(stream));
