@@ -14,8 +14,8 @@ constexpr int kSddStep = 64;  // tokens
 
 // Counts of tiles are those of a team.
 struct SddShares {
-    int whole;  // of full rounds, which are not split
-    int rest;   // of the last round
+    int whole;  // that are surely not split, the first ones
+    int rest;   // all others
     int share;  // steps of a team's share of these
     int parts;  // of a tile that are a share each
     int left;   // steps of a tile that are left over
@@ -26,9 +26,9 @@ struct SddShares {
     TS_HOST_DEVICE SddShares(int tiles, int steps, int teams, int team_size, int step_time, bool may_split)
         : share(steps), parts(1), left(0), saved(0) {
         const int team_tiles = (tiles + team_size - 1) / team_size;
-        whole = team_tiles / teams * teams;
+        whole = may_split ? team_tiles / teams * teams : team_tiles;
         rest = team_tiles - whole;
-        if (may_split && rest > 0) divide(steps, teams, team_size, step_time);
+        if (rest > 0) divide(steps, teams, team_size, step_time);
     }
 
     TS_HOST_DEVICE bool is_split(int steps) const { return share < steps; }
@@ -47,7 +47,8 @@ struct SddShares {
         const int uneven = even_share < least ? least : even_share;
         if (uneven >= steps) return;
         const int count = steps / uneven, over = steps - count * uneven;
-        const int most = rest * (count + 1) <= teams ? count + 1 : count;
+        // A few parts may be one more where teams are idle; to add many takes as long as is saved.
+        const int most = count < 4 && rest * (count + 1) <= teams ? count + 1 : count;
         const int even = (steps + most - 1) / most, even_parts = (steps + even - 1) / even;
         const int even_time = even == steps ? step_time * steps
                                             : step_time * even + reduction_time(rest * even_parts, team_size);

@@ -61,7 +61,10 @@ class SddSchedule : SddShares {
         const int most = left > 0 ? share / place_size() + 2 : 1;
         return whole + (is_split(steps_) ? most * teams_ : rest);
     }
-    __device__ bool is_whole(int index) const { return index < whole; }
+    // True if all teams have a tile in this one's round, and none is split.
+    __device__ bool is_whole(int index) const {
+        return index < whole && (index / teams_ + 1) * teams_ * team_size_ <= tiles_;
+    }
 
     // For one CTA of the team.
     __device__ SddWork work(int index, int rank) const {
@@ -98,12 +101,12 @@ class SddSchedule : SddShares {
     static constexpr int kStoring = storing(kStepTime);
 
     __device__ Part part_at(int index) const {
-        if (index < whole) return {index, 0, steps_, -1, true};
+        if (index < whole || !is_split(steps_)) return {index, 0, steps_, -1, true};
         const int team = (index - whole) % teams_, turn = (index - whole) / teams_;
         if (team >= rest * parts) return left_part(team - rest * parts, turn);
         if (turn > 0) return kNothing;
         const int first = team / rest * share;
-        return {whole + team % rest, first, min(first + share, steps_), is_split(steps_) ? team : -1, true};
+        return {whole + team % rest, first, min(first + share, steps_), team, true};
     }
 
     // Leftover tiles have a place in the line of work that the teams share.
