@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "common/list_plan.h"
-#include "common/sdd_shares.h"
+#include "common/sdd_schedule.h"
 #include "common/strip_plan.h"
 #include "common/token_groups.h"
 

@@ -10,15 +10,16 @@
 
 #include "common/epilogue.cuh"
 #include "common/problem.h"
+#include "common/sdd_schedule.h"
 #include "common/strip_plan.h"
 #include "elementwise/groups.h"
 #include "elementwise/sums.cuh"
 #include "elementwise/sums.h"
 #include "hopper/atoms.cuh"
 #include "hopper/wgrad_plan.cuh"
+#include "tma/pace.cuh"
 #include "tma/partial_sums.cuh"
 #include "tma/ring.cuh"
-#include "tma/sdd_schedule.cuh"
 #include "tma/work_queue.cuh"
 
 namespace ts::sm90 {

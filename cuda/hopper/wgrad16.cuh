@@ -12,7 +12,7 @@
 // Loop over tokens: stages of 32, or 16 of float32. ldmatrix, or a load of each word, brings the features of
 // X of one block after another, and those of Y where they change: shared memory is the limit, at 512 bytes
 // for each block and 16 tokens, or 8.
-// Split: tiles of the last round are cut over the tokens where that pays (tma/sdd_schedule.cuh); a second
+// Split: tiles of the last round are cut over the tokens where that pays (common/sdd_schedule.h); a second
 // kernel adds the sums.
 // Chosen where its estimate is least, where few blocks are kept.
 #pragma once
@@ -28,14 +28,16 @@
 #include "common/ldmatrix.cuh"
 #include "common/list_plan.h"
 #include "common/problem.h"
+#include "common/sdd_schedule.h"
 #include "hopper/atoms.cuh"
 #include "hopper/gemm.cuh"
 #include "hopper/launch.cuh"
 #include "hopper/wgrad_plan.cuh"
 #include "tma/launch.cuh"
+#include "tma/pace.cuh"
 #include "tma/partial_sums.cuh"
 #include "tma/ring.cuh"
-#include "tma/sdd_schedule.cuh"
+#include "tma/sdd_launch.cuh"
 #include "tma/tensor_map.h"
 
 namespace ts::sm90 {

@@ -8,6 +8,7 @@
 #include "hopper/select.h"
 #include "hopper/wgrad.cuh"
 #include "tma/launch.cuh"
+#include "tma/sdd_launch.cuh"
 #include "tma/tensor_map.h"
 
 namespace ts::sm90 {
@@ -302,7 +303,7 @@ struct GroupedSdd {
 // Cluster: 1 CTA, or 2 for blocks of 128 x 128, which load strips that both need once.
 // Warps: 1 loads, 3 sum up Y for the gradient of the bias (Decision::sums_y), 8 multiply and store.
 // Loop over tokens: steps of 64, in a ring of 3 stages of large tiles or 4 of small ones.
-// Split: tiles of the last round are cut over the tokens where that pays (tma/sdd_schedule.cuh); a second
+// Split: tiles of the last round are cut over the tokens where that pays (common/sdd_schedule.h); a second
 // kernel adds the sums.
 // Chosen where its estimate is least.
 //
