@@ -33,6 +33,8 @@ int walk(const Case& given) {
         int own = 0;
         for (int index = cta / team_size; index < schedule.size(); index += teams) {
             const ts::SddWork work = schedule.work(index, cta % team_size);
+            const ts::SddWork first = schedule.work(index, 0);  // a team's CTAs load for each other
+            CHECK(work.first_step == first.first_step && work.last_step == first.last_step);
             CHECK(0 <= work.tile && work.tile < tiles);
             CHECK(0 <= work.first_step && work.first_step <= work.last_step && work.last_step <= steps);
             if (!work.exists) continue;
