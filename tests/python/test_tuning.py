@@ -224,23 +224,29 @@ def test_fast_sums_of_float8_are_measured_apart() -> None:
 
 @pytest.mark.skipif("sm_90" not in _C.architectures(), reason="this library has no kernels for 9.0")
 @pytest.mark.parametrize(
-    ("block", "out_features", "in_features", "density", "usual", "fast"),
+    ("tokens", "block", "out_features", "in_features", "density", "usual", "fast"),
     [
-        (128, 4096, 14336, 0.1, "pingpong_256x128", "pingpong_256x128"),  # fast 85 and 105 us on an H200
-        (128, 14336, 4096, 0.5, "pingpong_256x128", "pingpong_256x128"),
-        (128, 14336, 4096, 0.25, "pingpong_256x128", "pingpong_256x128"),
-        (64, 14336, 4096, 0.25, "pingpong_512x64", "256x256"),  # fast 324 and 306 us
-        (64, 14336, 4096, 0.1, "pingpong_512x64", "pingpong_512x64"),  # fast 182 and 195 us
+        (8192, 128, 4096, 14336, 0.1, "pingpong_256x128", "pingpong_256x128"),  # fast 85, 105 us
+        (8192, 128, 14336, 4096, 0.5, "pingpong_256x128", "pingpong_256x128"),
+        (8192, 128, 14336, 4096, 0.25, "pingpong_256x128", "pingpong_256x128"),
+        (8192, 64, 14336, 4096, 0.25, "pingpong_512x64", "256x256"),  # fast 324 and 306 us
+        (8192, 64, 14336, 4096, 0.1, "pingpong_512x64", "pingpong_512x64"),  # fast 182 and 195 us
+        (128, 64, 14336, 4096, 0.5, "128x128", "128x128"),  # 256x256 1.8 times as long
+        (128, 64, 14336, 4096, 0.25, "128x128", "64x128"),  # 19 and 18 us, 256x256 30
+        (128, 64, 14336, 4096, 0.1, "128x128", "64x128"),
     ],
 )
-def test_kernels_of_fast_sums(
-    block: int, out_features: int, in_features: int, density: float, usual: str, fast: str
+def test_kernels_of_float8(
+    tokens: int, block: int, out_features: int, in_features: int, density: float, usual: str, fast: str
 ) -> None:
-    """Fast sums make kernels faster whose warpgroups stop to carry sums over, others not."""
+    """Fast sums make kernels faster whose warpgroups stop to carry sums over, others not.
+
+    With few tokens tiles of one thread block are faster than those of clusters.
+    """
     layer = Product(
         in_features,
         out_features,
-        8192,
+        tokens,
         density,
         block,
         torch.bfloat16,
@@ -249,20 +255,6 @@ def test_kernels_of_fast_sums(
     )
     chosen = (tuning.choose(replace(layer, use_fast_accum=sums), "H200").kernel for sums in (False, True))
     assert list(chosen) == [f"sm90_dds_nt_float8_bf16_{tile}" for tile in (usual, fast)]
-
-
-@pytest.mark.skipif("sm_90" not in _C.architectures(), reason="this library has no kernels for 9.0")
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("density", [0.5, 0.25, 0.1])
-def test_kernels_of_few_tokens_in_float8(density: float, fast: bool) -> None:
-    """One round of tiles of 128 tokens of an H200 takes as long as two of 64, within a tenth.
-
-    At .25 they took 19 and 18 us, tiles of 256 tokens 30, and warpgroups by turns 42.
-    """
-    eight = "float8_e4m3fn"
-    layer = Product(4096, 14336, 128, density, 64, torch.bfloat16, storage=eight, activations=eight)
-    kernel = tuning.choose(replace(layer, use_fast_accum=fast), "H200").kernel
-    assert kernel in {"sm90_dds_nt_float8_bf16_128x128", "sm90_dds_nt_float8_bf16_64x128"}
 
 
 def test_a_checkpoint_is_measured_layer_by_layer(path: Path, tmp_path: Path) -> None:
