@@ -14,9 +14,6 @@ namespace {
 
 double divide_up(double a, double b) { return std::ceil(a / b); }
 
-// The share of the columns of a random pattern in which at least one of some block rows has a block.
-double present(double density, double rows) { return 1 - std::pow(1 - density, std::max(1.0, rows)); }
-
 constexpr double kSumBytes = 2 * 4;  // of a partial sum, written and read
 
 bool is_decode(const Kernel& kernel) { return kernel.max_tokens > 0; }
@@ -71,8 +68,8 @@ Features tile_features(const Kernel& kernel, const Problem& problem, const Devic
     const Rounds rounds(tiles * parts, std::max(1.0, std::floor(machine.multiprocessors / cluster)));
 
     const double united = kernel.united_features;
-    const double share = present(density, united / rows);
-    const double halves = present(density, united / 2 / rows);
+    const double share = problem.pattern.present(united / rows);
+    const double halves = problem.pattern.present(united / 2 / rows);
     const double steps = is_narrow(kernel) ? 1 : share;  // of all k
     // Microseconds of all products of a part of a tile.
     const double tile = 2.0 * kernel.tile_tokens * kernel.tile_features * k /
@@ -147,16 +144,15 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     const double density = pattern.density(), tokens = static_cast<double>(problem.tokens);
     const double area = static_cast<double>(pattern.out_features) * static_cast<double>(pattern.in_features);
     const double strip = kernel.united_features, tile_values = kernel.tile_values;
-    const double united = present(density, strip / pattern.block_rows);
+    const double united = pattern.present(strip / pattern.block_rows);
     double tiles = area * united / tile_values;
-    if (kernel.plan.kind == PlanKind::lists)
-        tiles = list_tiles(pattern) * (kListTileBlocks * 16 * 16 / tile_values);
+    if (kernel.plan.kind == PlanKind::lists) tiles = list_tiles(pattern) * kListTileValues / tile_values;
     if (kernel.plan.kind == PlanKind::strips && !are_wide_blocks(pattern)) tiles = strip_tiles(pattern);
     constexpr double kMost = 1 << 22;  // far from where anything depends on the last round
     const auto steps = static_cast<int>(std::min(divide_up(tokens, kSddStep), kMost));
     const SddShares shares(static_cast<int>(std::min(std::ceil(tiles), kMost)), steps,
                            machine.multiprocessors, 1, std::max(kernel.step_time, 1), kernel.step_time > 0);
-    const bool splits = shares.is_split(steps);
+    const bool splits = shares.is_split();
     const double last = splits ? static_cast<double>(shares.share) / steps : 1;  // of the last round's tiles
     Rounds rounds(tiles, machine.multiprocessors);
     rounds.whole += last - 1;
@@ -174,7 +170,7 @@ Features sdd_features(const Kernel& kernel, const Problem& problem, const Device
     at(result, Feature::one_tile) = last * tile;
     at(result, Feature::mean_products) = evenly * density;
     at(result, Feature::mean_halves) = evenly;
-    at(result, Feature::copies) = evenly * present(density, 128.0 / pattern.block_rows);
+    at(result, Feature::copies) = evenly * pattern.present(128.0 / pattern.block_rows);
     at(result, Feature::tiles) = rounds.mean * machine.slower;
     at(result, Feature::memory) = moved_bytes(problem) / machine.memory;
     at(result, Feature::value_loads) = stored_bytes(problem) / machine.memory;

@@ -30,6 +30,7 @@ constexpr int32_t kListUnits = 18;
 constexpr int32_t kListWarps = 16;
 constexpr int32_t kListBlocks = 8;  // of a warp
 constexpr int32_t kListTileBlocks = kListWarps * kListBlocks;
+constexpr int32_t kListTileValues = kListTileBlocks * 16 * 16;
 constexpr PlanShape kListPlan = {kListUnit, kListUnits * kListUnit, 1, PlanKind::lists};
 
 // True for blocks that such plans are for.
@@ -40,10 +41,10 @@ inline bool are_listed_blocks(const Pattern& pattern) {
 // Units of y of a group: as many as make a tile square, so that it has most blocks for its units. Where
 // blocks are few, wider tiles were 4 to 7 % faster on an H200.
 inline int32_t list_group(const Pattern& pattern) {
-    constexpr double kTileValues = 16.0 * 16.0 * kListTileBlocks, kMost = 7;
+    constexpr double kMost = 7;
     const auto units = static_cast<int32_t>((pattern.out_features + kListUnit - 1) / kListUnit);
     const double density = std::max(pattern.density(), 1e-6);
-    const double square = std::sqrt(kTileValues / density) / kListUnit;
+    const double square = std::sqrt(kListTileValues / density) / kListUnit;
     const auto most = static_cast<int32_t>(std::lround(std::clamp(square, 1.0, kMost)));
     const int32_t groups = (units + most - 1) / most;
     return groups == 0 ? 1 : (units + groups - 1) / groups;
@@ -55,7 +56,7 @@ inline double list_tiles(const Pattern& pattern) {
     constexpr double kBlocks = kListUnit / 16 * kListUnit / 16;  // of a unit of y and one of x
     constexpr double kDeviation = 0.03;                          // of the blocks of a group, about
     const double group = list_group(pattern), nnz = static_cast<double>(pattern.nnz);
-    const double places = group * kBlocks, present = 1 - std::pow(1 - pattern.density(), places);
+    const double places = group * kBlocks, present = pattern.present(places);
     const double of_unit = places * pattern.density() / std::max(present, 1e-12);  // of x that has blocks
     const double of_tile = std::clamp((kListUnits - group) * of_unit, 1.0, double{kListTileBlocks});
     const double groups =

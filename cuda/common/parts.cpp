@@ -9,9 +9,7 @@ namespace {
 // Steps of 64 k, of those k in which 64 features of the result of dds have a block if it is a random pattern.
 double dds_steps(const Problem& problem) {
     constexpr int kStep = 64;
-    const int rows = std::max(1, 64 / problem.row_block());
-    return static_cast<double>(problem.k_size()) / kStep *
-           (1 - std::pow(1 - problem.pattern.density(), rows));
+    return static_cast<double>(problem.k_size()) / kStep * problem.pattern.present(64 / problem.row_block());
 }
 
 // Share of the time of a dds product of few tiles that is left where the sums are cut into parts over k and

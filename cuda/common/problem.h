@@ -1,6 +1,8 @@
 // The agreement of the host layers and every kernel family: a checked product and the table of kernels.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -105,6 +107,8 @@ struct Pattern {
         const double size = static_cast<double>(out_features) * static_cast<double>(in_features);
         return size > 0 ? static_cast<double>(value_count()) / size : 0;
     }
+    // The share of all groups of so many places for blocks in which a random pattern has a block.
+    double present(double places) const { return 1 - std::pow(1 - density(), std::max(1.0, places)); }
 };
 
 // Element (t, f) of a tokens x features matrix is at t * ld + f (row-major) or f * ld + t.

@@ -12,18 +12,13 @@
 
 #include <algorithm>
 
-#ifdef __CUDACC__
-#define TS_HOST_DEVICE __host__ __device__
-#else
-#define TS_HOST_DEVICE
-#endif
-
 namespace ts {
 
 constexpr int kSddStep = 64;  // tokens
 
 // How tiles are shared out. Counts of tiles are those of a team.
 struct SddShares {
+    int steps;  // of a tile
     int whole;  // that are surely not split, the first ones
     int rest;   // all others
     int share;  // steps of a team's share of these
@@ -33,25 +28,25 @@ struct SddShares {
 
     // `step_time`: of a step, in units of a step of 128 x 256 in 16 bits by wgmma, which takes .58 us on an
     // H200. `may_split`: whether there is memory for partial sums and a second kernel.
-    TS_HOST_DEVICE SddShares(int tiles, int steps, int teams, int team_size, int step_time, bool may_split)
-        : share(steps), parts(1), left(0), saved(0) {
+    constexpr SddShares(int tiles, int steps, int teams, int team_size, int step_time, bool may_split)
+        : steps(steps), whole(0), rest(0), share(steps), parts(1), left(0), saved(0) {
         const int team_tiles = (tiles + team_size - 1) / team_size;
         whole = may_split ? team_tiles / teams * teams : team_tiles;
         rest = team_tiles - whole;
-        if (rest > 0) divide(steps, teams, team_size, step_time);
+        if (rest > 0) divide(teams, team_size, step_time);
     }
 
-    TS_HOST_DEVICE bool is_split(int steps) const { return share < steps; }
+    constexpr bool is_split() const { return share < steps; }
 
     // Tiles of partial sums, at most.
-    TS_HOST_DEVICE int partials(int teams) const { return left > 0 ? teams + rest : parts * rest; }
+    constexpr int partials(int teams) const { return left > 0 ? teams + rest : parts * rest; }
 
     // Steps in the time of which partial sums are stored.
-    TS_HOST_DEVICE static constexpr int storing(int step_time) { return (2 + step_time) / step_time; }
+    static constexpr int storing(int step_time) { return (2 + step_time) / step_time; }
 
   private:
     // Chooses the least of the estimated times. Fitted on an H200.
-    TS_HOST_DEVICE void divide(int steps, int teams, int team_size, int step_time) {
+    constexpr void divide(int teams, int team_size, int step_time) {
         const int least = (3 + step_time) / step_time;
         const int even_share = (rest * (steps + storing(step_time)) + teams - 1) / teams;
         const int uneven = even_share < least ? least : even_share;
@@ -74,9 +69,7 @@ struct SddShares {
         left = is_even ? 0 : over;
     }
 
-    TS_HOST_DEVICE static int reduction_time(int partials, int team_size) {
-        return 5 + partials * team_size / 16;
-    }
+    static constexpr int reduction_time(int partials, int team_size) { return 5 + partials * team_size / 16; }
 };
 
 struct SddWork {
@@ -96,8 +89,8 @@ struct SddPartials {
     int second_left;
     int left_parts;
 
-    TS_HOST_DEVICE int count() const { return parts + left_parts; }
-    TS_HOST_DEVICE int at(int number) const {
+    constexpr int count() const { return parts + left_parts; }
+    constexpr int at(int number) const {
         if (number < parts) return first + number * distance;
         return number == parts ? left : second_left;
     }
@@ -107,25 +100,24 @@ struct SddPartials {
 template <int kStepTime>
 class SddSchedule : SddShares {
   public:
-    TS_HOST_DEVICE SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
+    constexpr SddSchedule(int tiles, int steps, int teams, int team_size, bool may_split)
         : SddShares(tiles, steps, teams, team_size, kStepTime, may_split),
           tiles_(tiles),
-          steps_(steps),
           teams_(teams),
           team_size_(team_size) {}
 
     // Whole tiles and then parts are numbered, so that a team's are a number of teams apart. Some are empty.
-    TS_HOST_DEVICE int size() const {
+    constexpr int size() const {
         const int most = left > 0 ? share / place_size() + 2 : 1;
-        return whole + (is_split(steps_) ? most * teams_ : rest);
+        return whole + (is_split() ? most * teams_ : rest);
     }
     // True if all teams have a tile in this one's round, and none is split.
-    TS_HOST_DEVICE bool is_whole(int index) const {
+    constexpr bool is_whole(int index) const {
         return index < whole && (index / teams_ + 1) * teams_ * team_size_ <= tiles_;
     }
 
     // For one CTA of the team.
-    TS_HOST_DEVICE SddWork work(int index, int rank) const {
+    constexpr SddWork work(int index, int rank) const {
         const Part part = part_at(index);
         const int tile = part.team_tile * team_size_ + rank;
         return {std::min(tile, tiles_ - 1), part.first_step, part.last_step,
@@ -133,9 +125,9 @@ class SddSchedule : SddShares {
     }
 
     // Tiles that have partial sums.
-    TS_HOST_DEVICE int split_tiles() const { return is_split(steps_) ? tiles_ - first_split() : 0; }
-    TS_HOST_DEVICE int first_split() const { return whole * team_size_; }
-    TS_HOST_DEVICE SddPartials partials(int split_tile) const {
+    constexpr int split_tiles() const { return is_split() ? tiles_ - first_split() : 0; }
+    constexpr int first_split() const { return whole * team_size_; }
+    constexpr SddPartials partials(int split_tile) const {
         const int place = split_tile / team_size_, rank = split_tile % team_size_;
         const int first = first_share(place);
         return {place * team_size_ + rank,
@@ -158,21 +150,21 @@ class SddSchedule : SddShares {
     static constexpr Part kNothing = {0, 0, 0, -1, false};
     static constexpr int kStoring = storing(kStepTime);
 
-    TS_HOST_DEVICE Part part_at(int index) const {
-        if (index < whole || !is_split(steps_)) return {index, 0, steps_, -1, true};
+    constexpr Part part_at(int index) const {
+        if (index < whole || !is_split()) return {index, 0, steps, -1, true};
         const int team = (index - whole) % teams_, turn = (index - whole) / teams_;
         if (team >= rest * parts) return left_part(team - rest * parts, turn);
         if (turn > 0) return kNothing;
         const int first = team / rest * share;
-        return {whole + team % rest, first, std::min(first + share, steps_), team, true};
+        return {whole + team % rest, first, std::min(first + share, steps), team, true};
     }
 
     // Leftover tiles have a place in the line of work that the teams share.
-    TS_HOST_DEVICE int place_size() const { return left + kStoring; }
-    TS_HOST_DEVICE int first_share(int place) const { return place * place_size() / share; }
-    TS_HOST_DEVICE int last_share(int place) const { return (place * place_size() + left - 1) / share; }
+    constexpr int place_size() const { return left + kStoring; }
+    constexpr int first_share(int place) const { return place * place_size() / share; }
+    constexpr int last_share(int place) const { return (place * place_size() + left - 1) / share; }
 
-    TS_HOST_DEVICE Part left_part(int number, int turn) const {
+    constexpr Part left_part(int number, int turn) const {
         if (left == 0) return kNothing;
         const int place = number * share / place_size() + turn;
         const int at = place * place_size();
@@ -183,17 +175,14 @@ class SddSchedule : SddShares {
     }
 
     // At most one in a share began in the share before.
-    TS_HOST_DEVICE int partial_left(int place, int number) const {
+    constexpr int partial_left(int place, int number) const {
         const int first = rest * parts;
         return number == first_share(place) ? first + place : first + rest + number;
     }
 
     int tiles_;
-    int steps_;
     int teams_;
     int team_size_;
 };
 
 }  // namespace ts
-
-#undef TS_HOST_DEVICE

@@ -47,7 +47,7 @@ inline int32_t strip_unit(const Pattern& pattern) { return pattern.block_cols ==
 inline double strip_tiles(const Pattern& pattern) {
     const double rows = std::max(1, kStripFeatures / pattern.block_rows);
     const double columns = std::max(1, strip_unit(pattern) / pattern.block_cols);
-    const double units = 1 - std::pow(1 - pattern.density(), rows * columns);  // share of those with a block
+    const double units = pattern.present(rows * columns);  // share of those with a block
     const double all = static_cast<double>(pattern.in_features) / kStripWindow;
     const double windows = std::clamp(units * all + 0.5, 1.0, std::max(std::ceil(all), 1.0));
     return std::ceil(static_cast<double>(pattern.out_features) / kStripFeatures) * windows / 2;

@@ -425,7 +425,7 @@ struct SddFloat64Lists {
         row.result_dtypes = bits_of(DType::float64);
         row.precision = Precision::highest;
         row.tile_features = kListUnit;
-        row.tile_values = kListTileBlocks / 2 * 16 * 16;
+        row.tile_values = kListTileValues / 2;
         row.step_time = 7;  // about; tiles are split in another way, wherever it helps
         return row;
     }

@@ -577,13 +577,13 @@ struct SddNarrow {
         row.precision = Math::kPrecision;
         row.accumulation = Math::kAccumulation;
         row.tile_features = kListUnit;
-        row.tile_values = kListTileBlocks * 16 * 16;
+        row.tile_values = kTileValues;
         row.step_time = Traits::kStepTime;
         return row;
     }
 
   private:
-    static constexpr int64_t kTileValues = int64_t{kListTileBlocks} * Traits::kBlock * Traits::kBlock;
+    static constexpr int64_t kTileValues = kListTileValues;
 
     static bool is_paced(const Problem& problem, const Device& device) {
         return sdd_steps(problem) >= kMinPacedSteps && fills(problem, device, kTileValues);

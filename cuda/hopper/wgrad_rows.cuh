@@ -74,7 +74,7 @@ struct Sdd {
     // Counters of the pace and partial sums, and behind them the sums of y.
     static size_t workspace_size(const Problem& problem, const Device& device, const Decision& decision) {
         if (problem.pattern.nnz == 0) return 0;
-        return own_bytes(problem, device) +
+        return sdd_bytes(is_paced(problem, device), most_split(problem, device) > 0, device, kTileValues) +
                (decision.sums_y ? sums::partial_bytes(problem, sum_warps(device)) : 0);
     }
 
@@ -87,7 +87,9 @@ struct Sdd {
             return error;
         const auto start = problem.result_dtype == Math::kResult ? start_for<Traits> : start_for<WideTraits>;
         if (!decision.sums_y) return start(arguments, problem, device, stream);
-        void* const partial = static_cast<char*>(workspace) + own_bytes(problem, device);
+        const size_t before =
+            sdd_bytes(arguments.pace != nullptr, arguments.most_split > 0, device, kTileValues);
+        void* const partial = static_cast<char*>(workspace) + before;
         arguments.sums = sums::share(problem, sum_warps(device), partial);
         if (const cudaError_t error = start(arguments, problem, device, stream)) return error;
         return sums::add_partial(problem, arguments.sums, stream);
@@ -109,10 +111,6 @@ struct Sdd {
   private:
     static constexpr int64_t kTileValues = Traits::kTileValues;
 
-    static size_t own_bytes(const Problem& problem, const Device& device) {
-        return sdd_bytes(is_paced(problem, device), most_split(problem, device) > 0, device, kTileValues);
-    }
-
     static int64_t sum_warps(const Device& device) {
         return int64_t{Traits::kSumWarps} * device.multiprocessors;
     }
@@ -127,8 +125,7 @@ struct Sdd {
         constexpr int kSpareTiles = 4;
         const Pattern& pattern = problem.pattern;
         const bool pairs = are_wide_blocks(pattern);
-        const double fewest =
-            std::ceil(static_cast<double>(pattern.value_count()) / static_cast<double>(kTileValues));
+        const double fewest = static_cast<double>(pattern.value_count()) / static_cast<double>(kTileValues);
         const double most = pairs ? fewest + kSpareTiles : kMostTiles * strip_tiles(pattern);
         const int team = team_size(problem, device);
         return tma::most_split(fewest, most, sdd_steps(problem), device.multiprocessors / team, team,

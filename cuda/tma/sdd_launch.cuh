@@ -38,7 +38,7 @@ inline int most_split(double fewest, double most, int steps, int teams, int team
     int64_t saved = 0;
     for (int tiles = first; tiles < first + probed; tiles += 1 + (probed - 1) / kProbes) {
         const SddShares shares(tiles, steps, teams, team_size, step_time, true);
-        saved += shares.is_split(steps) ? shares.saved : -kNothing;
+        saved += shares.is_split() ? shares.saved : -kNothing;
     }
     return saved > 0 ? std::min(last, teams * team_size) : 0;
 }
