@@ -99,17 +99,20 @@ struct tf32x3 : Uniform<float, Accumulation::promoted>, Tf32Products {
 // Activations and values in 8 bits, which wgmma reads along k alone.
 struct Int8Products {
     template <int kColumns>
-    using ByteAtom =
-        std::conditional_t<kColumns == 256, cute::SM90::GMMA::MMA_64x256x32_S32S8S8_SS_TN,
+    using ByteAtom = std::conditional_t<
+        kColumns == 256, cute::SM90::GMMA::MMA_64x256x32_S32S8S8_SS_TN,
+        std::conditional_t<kColumns == 192, cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN,
                            std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x32_S32S8S8_SS_TN,
-                                              cute::SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN>>;
+                                              cute::SM90::GMMA::MMA_64x64x32_S32S8S8_SS_TN>>>;
 };
 struct Float8Products {
     template <int kColumns>
     using ByteAtom = std::conditional_t<
         kColumns == 256, cute::SM90::GMMA::MMA_64x256x32_F32E4M3E4M3_SS_TN<>,
-        std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
-                           cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>>;
+        std::conditional_t<
+            kColumns == 192, cute::SM90::GMMA::MMA_64x192x32_F32E4M3E4M3_SS_TN<>,
+            std::conditional_t<kColumns == 128, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
+                               cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>>>;
 };
 template <class Elements, class Products, Precision kPrecision_>
 struct Bytes : Elements, Products {
@@ -127,10 +130,14 @@ using Float8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accum
 template <class Result>
 using ScaledFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result, Accumulation::scaled>,
                            Float8Products, Precision::highest>;
+// Sums of float8 that stay with the tensor cores.
+template <class Result, Precision kPrecision = Precision::fast>
+using FastFloat8 = Bytes<Elements<__nv_fp8_e4m3, __nv_fp8_e4m3, float, Result>, Float8Products, kPrecision>;
 using int8_bf16 = Int8<__nv_bfloat16>;
 using int8_f16 = Int8<__half>;
 using int8_f32 = Int8<float>;
 using float8_bf16 = Float8<__nv_bfloat16>;
+using float8_fast_bf16 = FastFloat8<__nv_bfloat16>;
 using float8_f16 = Float8<__half>;
 using float8_f32 = Float8<float>;
 using float8_scaled_bf16 = ScaledFloat8<__nv_bfloat16>;

@@ -308,10 +308,9 @@ struct Dds {
     }
 };
 
-// Sums of float8 that stay with the tensor cores.
+// The same results of fast sums.
 template <class Math>
-using FastMath = Bytes<Elements<typename Math::Input, typename Math::Value, float, typename Math::Result>,
-                       Float8Products, Math::kPrecision>;
+using FastMath = FastFloat8<typename Math::Result, Math::kPrecision>;
 
 // Launches the kernel of fast sums for these, a row's own for others.
 template <class Own, class Fast>

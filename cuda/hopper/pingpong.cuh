@@ -4,7 +4,8 @@
 // CTA: tiles of one block row, 128 tokens x 128 features or 256 x 64, which go to the two warpgroups in turn:
 // while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
 // features at a time, or 64 tokens. No block rows are united: a step has 128 bytes of k of one, two blocks of
-// 64 x 64 in 8 bits. Tiles of 192 tokens x 128 features, which load less, are for int8 and plain results.
+// 64 x 64 in 8 bits. Tiles of 192 tokens x 128 features, which load less, are for int8 and fast sums, without
+// activation, residual and gate.
 // Cluster of 2: different tokens, which share the weight by multicast.
 // Warps: 1 or 2 load, 1 schedules, 8 multiply and store; 1 reads ahead all of a tile but its operands.
 // CTAs are persistent.
@@ -14,8 +15,9 @@
 // leave room. Meanwhile the other warpgroup multiplies, from a ring of its own. Tokens are the rows of wgmma
 // then: a thread has sums of four tokens. It reads their scales inside of the sums while these are
 // multiplied; the warps that load write them ahead. Fast sums in blocks of 128 are computed as those of int8.
-// Results of 16 bits leave half by half, which leaves room for six stages. With a residual or gate there are
-// five, and the memory of the sixth has buffers for the other half.
+// Results leave half by half, which leaves room for six stages. A residual or gate is asked for before the
+// products: in 16 bits all of it, where the memory of the sixth stage has buffers for the other half, else
+// that of the first half.
 // Chosen where its estimate is least.
 #pragma once
 
@@ -30,20 +32,25 @@ template <class Math, int kRows, int kTokens, Op kOp>
 struct HalvedWeight : GroupedWeight<kOp, Math, kRows == 64> {
     using Base = GroupedWeight<kOp, Math, kRows == 64>;
     static constexpr bool kAlongK = true;
-    // Sums of 192 x 128 leave no registers for more than scaling and rounding.
+    // Sums of 192 x 128 leave no registers for more than scales, bias and rounding.
     static constexpr bool kPlain = kTokens == 192;
 
     static const char* refuses(const Problem& problem) {
-        if (kPlain && (problem.bias != nullptr || problem.activation != Activation::none ||
-                       problem.residual.data != nullptr || problem.output().layout != Layout::row_major))
-            return "its results are row-major sums without bias, activation, residual or gate";
+        if (Math::kPrecision == Precision::fast && problem.precision != Precision::fast)
+            return "its sums stay with the tensor cores";
+        if (kPlain && (problem.activation != Activation::none || problem.residual.data != nullptr ||
+                       problem.output().layout != Layout::row_major))
+            return "its results are row-major, without activation, residual or gate";
         if (problem.row_block() != kRows || problem.k_block() < kRows)
             return kRows == 128 ? "its blocks have 128 rows and 128 columns at least"
                                 : "its blocks have 64 rows and 64 columns at least";
+        // Promoted sums, and those of blocks of 64, become column-major results, too.
+        const bool promotes =
+            Math::kAccumulation == Accumulation::scaled ||
+            (Math::kAccumulation == Accumulation::carried && problem.precision != Precision::fast);
         const bool row_major =
             problem.input().layout == Layout::row_major && problem.output().layout == Layout::row_major;
-        return row_major || is_quantized(Math::kInput) ? nullptr
-                                                       : "it reads and writes row-major activations";
+        return row_major || kRows == 64 || promotes ? nullptr : "it reads and writes row-major activations";
     }
     // The distance of groups of scales takes the place of the rows of groups, which have no such scales.
     static cudaError_t map(DdsArguments& arguments, const Problem& problem) {
@@ -79,6 +86,8 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     __device__ static int stages(const DdsArguments& arguments) {
         return kLendsStage && arguments.has_residual ? kStages - 1 : kStages;
     }
+    // Row-major results of sums whose rows are features, half of them after the other.
+    static constexpr bool kFinishesHalves = kFeatureHalves == 2 && !kPromotes && !Weight::kPlain;
     static constexpr bool kSplits = false;
     static constexpr bool kHalves = false;
     static constexpr int kBoxTokens = Base::kTileTokens;
@@ -145,11 +154,6 @@ template <class Math, Op kOp, int kTokens>
 struct HalvedAtom<Math, kOp, kTokens, false> {
     using Major = cute::SM90::GMMA::Major;
     using Type = typename Math::template Atom<kOp == Op::dds_nn ? Major::MN : Major::K, Major::K, kTokens>;
-};
-
-template <class Math>
-struct HalvedAtom<Math, Op::dds_nt, 192, true> {
-    using Type = cute::SM90::GMMA::MMA_64x192x32_S32S8S8_SS_TN;
 };
 
 // Its activations have no second parts.
@@ -360,6 +364,7 @@ class PingPongProducts {
     using Atom = typename HalvedAtom<Math, kOp, Traits::kTileTokens>::Type;
     static constexpr bool kPromotes = Traits::kPromotes, kCarries = Traits::kCarries;
     static constexpr bool kHalved = !is_quantized(Traits::Math::kInput);
+    static constexpr bool kFinishesHalves = Traits::kFinishesHalves;
     static constexpr int kWarpSize = 32;
     static constexpr int kTurns = 5;  // the first of two barriers, behind those of the epilogue
 
@@ -455,20 +460,28 @@ class PingPongProducts {
     __device__ float token_scale(int token) const {
         return token < arguments_.tokens ? __ldg(arguments_.x_scales + token) : 0.0f;
     }
-    struct FeatureScales {
+    struct OfFeatures {
         float2 of[Traits::kFeatureHalves];
     };
-    __device__ FeatureScales read_feature_scales(int row) const {
-        FeatureScales scales;
-        const float* const first =
-            arguments_.scales + row * Traits::kTileFeatures + threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
+    template <class Element>
+    __device__ OfFeatures read_of_features(const void* all, int row) const {
+        OfFeatures found;
+        const Element* const first = static_cast<const Element*>(all) + row * Traits::kTileFeatures +
+                                     threadIdx.x % 128 / kWarpSize * 16 + lane_ / 4;
         const int second = to_second<Traits::kPairsRows>(arguments_, lane_ / 4);
 #pragma unroll
         for (int half = 0; half < Traits::kFeatureHalves; ++half) {
-            const float* const of = first + half * Traits::kWarpgroupFeatures;
-            scales.of[half] = {__ldg(of), __ldg(of + second)};
+            const Element* const of = first + half * Traits::kWarpgroupFeatures;
+            found.of[half] = {to_float(__ldg(of)), to_float(__ldg(of + second))};
         }
-        return scales;
+        return found;
+    }
+    __device__ OfFeatures read_feature_scales(int row) const {
+        return read_of_features<float>(arguments_.scales, row);
+    }
+    __device__ OfFeatures read_bias(int row) const {
+        return arguments_.bias == nullptr ? OfFeatures{}
+                                          : read_of_features<typename Traits::Result>(arguments_.bias, row);
     }
 
     // The thread in its warpgroup. The compiler cannot see it, and computes nothing of it before the loop, in
@@ -562,12 +575,14 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     : PingPongProducts<Math, kRows, kTokens, kOp, kGrouped> {
     using Base = PingPongProducts<Math, kRows, kTokens, kOp, kGrouped>;
     using Base::arguments_, Base::shared_, Base::plan_, Base::rank_, Base::warpgroup_, Base::ring_;
-    using Base::kCarries, Base::kHalved, Base::kPromotes, Base::kTurns, Base::kWarpSize;
+    using Base::kCarries, Base::kHalved, Base::kFinishesHalves, Base::kPromotes, Base::kTurns,
+        Base::kWarpSize;
     using Base::lane_, Base::position_, Base::clear, Base::each_half, Base::release_multiplied, Base::sync;
     using Base::multiply, Base::promote, Base::store_box;
-    using typename Base::FeatureScales;
     using typename Base::Half, typename Base::Sums, typename Base::Traits, typename Base::Work;
+    using typename Base::OfFeatures;
     using Epilogue = DdsEpilogue<ScaledTraits<Traits>>;
+    using Results = float[Traits::kSums];
 
   public:
     using Base::Base;
@@ -578,7 +593,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         __builtin_assume(arguments_.row_shift == (kRows == 128 ? 7 : 6));
         __builtin_assume(arguments_.row_width == Traits::kWarpgroupFeatures);
         __builtin_assume(arguments_.warpgroup_rows == 1);
-        if constexpr (kHalved) __builtin_assume(arguments_.output_layout == Layout::row_major);
+        if constexpr (kFinishesHalves) __builtin_assume(arguments_.output_layout == Layout::row_major);
         typename Ring<Traits::Schedule::kQueue>::Position next;
         Sums sums;
         clear(sums);  // else they have registers from the beginning on, where there are fewer
@@ -597,8 +612,10 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             else if constexpr (Traits::kScales)
                 scales = read_end_scales(work);
             const int row = __ldg(plan_.rows + work.tile);
-            if constexpr (kHalved)
-                if (arguments_.has_residual && !Traits::lacks_tokens(work, rank_)) load_residual(work, row);
+            if (arguments_.has_residual && !Traits::lacks_tokens(work, rank_)) {
+                if constexpr (kFinishesHalves) load_residual(work, row);
+                if constexpr (kPromotes) load_residual_of_tokens(work, row, 0, threadIdx.x % 128);
+            }
             if constexpr (kPromotes)
                 clear(sums);
             else
@@ -627,44 +644,32 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             }
             if constexpr (Traits::kScales && !kPromotes) scale(sums, scales);
             const int thread = Base::unseen_thread();
-            if constexpr (kHalved) {
-                finish(sums, work, row, thread, residual_parity & 1);
+            if constexpr (kFinishesHalves) {
+                // Of 8 bits, nothing of the end runs beside the last products.
+                if (!kHalved && Epilogue::is_plain(arguments_))
+                    store_plain(sums, work, row, thread);
+                else
+                    finish(sums, work, row, thread, residual_parity & 1);
             } else if constexpr (Traits::kScaled) {
                 finish_scaled(sums, work, row, thread, residual_parity & 1, is_plain);
             } else if constexpr (kPromotes) {
                 const ColumnScales of_features = read_column_scales(row);
-                const auto store = [&](auto plain) {
-                    each_half([&](int half) {
-                        scale(sums[half], scales.tokens[half], of_features);
-                        finish_tokens<plain()>(sums[half], half, work, row, thread, residual_parity & 1);
-                    });
-                };
-                if (Epilogue::is_plain(arguments_))
-                    store(std::true_type{});
-                else
-                    store(std::false_type{});
+                const bool of_sums = Epilogue::is_plain(arguments_);
+                each_half([&](int half) {
+                    scale(sums[half], scales.tokens[half], of_features);
+                    finish_tokens(sums[half], half, work, row, thread, residual_parity & 1, of_sums);
+                });
             } else {
-                const auto store = [&](auto plain) {
-                    each_half([&](int half) {
-                        const int place = Traits::kFeatureHalves * warpgroup_ + half;
-                        Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place],
-                                          place, thread, residual_parity);
-                        epilogue.prepare_row(row);
-                        if constexpr (kGrouped) epilogue.set_group(work);
-                        if constexpr (plain()) {
-                            epilogue.store_plain(sums[half], Traits::first_token(work, rank_));
-                        } else {
-                            epilogue.read_bias();
-                            epilogue.begin(Traits::first_token(work, rank_));
-                            epilogue.store(sums[half]);
-                        }
-                    });
-                };
-                // In blocks of 64 both would need more registers than there are.
-                if (Traits::kFeatureHalves == 2 && Epilogue::is_plain(arguments_))
-                    store(std::bool_constant<Traits::kFeatureHalves == 2>{});
-                else
-                    store(std::false_type{});
+                each_half([&](int half) {
+                    const int place = Traits::kFeatureHalves * warpgroup_ + half;
+                    Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place,
+                                      thread, residual_parity);
+                    epilogue.prepare_row(row);
+                    if constexpr (kGrouped) epilogue.set_group(work);
+                    epilogue.read_bias();
+                    epilogue.begin(Traits::first_token(work, rank_));
+                    epilogue.store(sums[half]);
+                });
             }
             residual_parity = ~residual_parity;
         }
@@ -696,9 +701,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ void finish_scaled(Sums& sums, const Work& work, int row, int thread, uint32_t parity,
                                   bool is_plain) {
         const auto finish = [&](auto plain, int half) {
-            finish_tokens<plain()>(sums[half], half, work, row, thread, parity);
+            finish_tokens(sums[half], half, work, row, thread, parity, plain);
         };
-        if (!is_plain) return each_half([&](int half) { finish(std::false_type{}, half); });
+        if (!is_plain) return each_half([&](int half) { finish(false, half); });
         const auto finish_first = [&] { finish(std::true_type{}, 0); };
         if (work.steps > 0) {
             shared_.weight_ring[ring_].wait_full(position_);
@@ -710,30 +715,43 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         finish(std::true_type{}, 1);
     }
 
-    // The end of half of the tokens of a tile, which are rows of sums. Each of two warps stores 64 features.
-    template <bool kPlain>
+    // Results of half of the tokens, which are rows of sums, lie in chunks of 64 features. Each of two warps
+    // stores one of them, and reads its residual or gate: that of the first half is asked for before the
+    // products. Calls visit(x, y) in a lane of such a warp with the corner of its box.
+    template <class Visit>
+    __device__ void of_own_chunk(const Work& work, int row, int half, int thread, Visit visit) const {
+        const int warp = thread / kWarpSize, token = Traits::first_token(work, rank_) + kTokens / 2 * half;
+        if (thread % kWarpSize > 0 || warp >= Traits::kChunks) return;
+        const int x = row * kRows + Traits::kWarpgroupFeatures * warp - features_before(work);
+        const bool row_major = kGrouped || arguments_.output_layout == Layout::row_major;
+        visit(row_major ? x : token, row_major ? token : x);
+    }
+    __device__ void load_residual_of_tokens(const Work& work, int row, int half, int thread) const {
+        of_own_chunk(work, row, half, thread, [&](int x, int y) {
+            const int chunk = thread / kWarpSize;
+            const Barrier& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half][chunk];
+            cute::tma_store_wait<0>();
+            arrived.arrive_and_expect_tx(Traits::kChunkBytes);
+            load_box(&arguments_.residual, arrived, Multicast{1}, shared_.output[warpgroup_][chunk], x, y);
+        });
+    }
+    // The end of half of the tokens of a tile. `is_plain`: results are what the sums are; std::true_type has
+    // code for these alone.
+    template <class Plain>
     __device__ void finish_tokens(Half& sums, int half, const Work& work, int row, int thread,
-                                  uint32_t parity) const {
+                                  uint32_t parity, Plain is_plain) const {
         using Result = typename Traits::Result;
+        constexpr bool kPlain = std::is_same_v<Plain, std::true_type>;
         const bool row_major = kPlain || kGrouped || arguments_.output_layout == Layout::row_major;
-        const int warp = thread / kWarpSize, lane = thread % kWarpSize, feature = row * kRows;
+        const int lane = thread % kWarpSize, feature = row * kRows;
         auto& buffers = shared_.output[warpgroup_];
         const auto& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half];
         const bool has_residual = !kPlain && arguments_.has_residual;
-        const int token = Traits::first_token(work, rank_) + Traits::kTileTokens / 2 * half;
-        const int first = feature - features_before(work);
-        const auto own_chunk = [&](auto visit) {
-            if (lane > 0 || warp >= Traits::kChunks) return;
-            const int x = first + Traits::kWarpgroupFeatures * warp;
-            visit(row_major ? x : token, row_major ? token : x);
-        };
-        own_chunk([&](int x, int y) {
-            cute::tma_store_wait<0>();
-            if (!has_residual) return;
-            arrived[warp].arrive_and_expect_tx(Traits::kChunkBytes);
-            load_box(&arguments_.residual, arrived[warp], Multicast{1}, buffers[warp], x, y);
-        });
-        if constexpr (!kPlain) {
+        if (!has_residual)
+            of_own_chunk(work, row, half, thread, [](int, int) { cute::tma_store_wait<0>(); });
+        else if (half == 1)
+            load_residual_of_tokens(work, row, half, thread);
+        if (!is_plain) {
             if (arguments_.bias != nullptr) {
                 const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature + lane % 4 * 2;
 #pragma unroll
@@ -742,29 +760,40 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             activate_all<Result>(sums, arguments_.activation);
         }
         sync();
-        const auto put = [&](auto lines_of_tokens) {
-            constexpr bool kAsFeatures = !lines_of_tokens();  // as results are laid out whose rows these are
+        // Results lie as features whose rows are tokens, or the other way round.
+        const auto put = [&](auto lines_of_tokens, auto alone) {
+            constexpr bool kAsFeatures = !lines_of_tokens();
             const HalfStaging<Result> staging(arguments_, thread, lines_of_tokens());
 #pragma unroll
             for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
                 float* const of = sums + chunk * (Traits::kSums / Traits::kChunks);
-                if (has_residual)
+                if (!alone() && has_residual)
                     add_residual<kAsFeatures>(staging, of, buffers[chunk], arrived[chunk], parity);
                 staging.template put<kAsFeatures>(of, buffers[chunk]);
             }
         };
-        if (row_major)
-            put(std::true_type{});
+        if (row_major && !has_residual)
+            put(std::true_type{}, std::true_type{});
+        else if (row_major)
+            put(std::true_type{}, std::false_type{});
         else
-            put(std::false_type{});
+            put(std::false_type{}, std::false_type{});
         cutlass::arch::fence_view_async_shared();
         sync();
-        own_chunk([&](int x, int y) { store_box(buffers[warp], x, y, work); });
+        of_own_chunk(work, row, half, thread,
+                     [&](int x, int y) { store_box(buffers[thread / kWarpSize], x, y, work); });
     }
 
-    // The end of a tile in 16 bits, whose results are row-major: one half of the features after the other by
-    // the same buffers, unless there is a residual or gate, of which all is asked for before the products.
-    // Each warp stores the results of a chunk, and reads its residual.
+    // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
+    // thread's features.
+    struct EndScales {
+        float tokens[Traits::kTileTokens / kWarpSize];
+        OfFeatures features;
+    };
+
+    // The end of a tile of row-major results: one half of the features after the other, by the same buffers.
+    // Each warp stores the results of a chunk, and reads its residual or gate, which is asked for before the
+    // products: of the second half where a stage is lent, else when the first one's results are stored.
     using Staging = HalfStaging<typename Traits::Result>;
     static constexpr int kChunks = Traits::kChunks, kChunkSums = Traits::kChunkTokens / 2;
 
@@ -783,89 +812,108 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ const Barrier& arrival_of(int half, int chunk) const {
         return shared_.residual[Traits::kFeatureHalves * warpgroup_ + half][chunk];
     }
-    // The second half's buffers are in the last stage.
+    // The second half's buffers are in the last stage, if that is lent.
+    static constexpr bool kLends = Traits::kLendsStage;
     __device__ char* residual_of(int half, int chunk) const {
         constexpr int kLast = Traits::kStages - 1;
+        if (!kLends || half == 0) return shared_.output[warpgroup_][chunk];
         char* const lent = warpgroup_ == 0 ? shared_.input[0][kLast] : shared_.weight[0][kLast][0];
-        return half == 0 ? shared_.output[warpgroup_][chunk] : lent + chunk * Traits::kChunkBytes;
+        return lent + chunk * Traits::kChunkBytes;
     }
     __device__ void load_residual(const Work& work, int row) const {
         const Chunk own = chunk_of(work, row, threadIdx.x % 128);
-        if (!own.is_own) return;
-        const Barrier& arrived = arrival_of(own.half, own.chunk);
+        if (own.is_own && (own.half == 0 || kLends)) load_own(own, own.half);
+    }
+    // One thread, which stores from the same buffer.
+    __device__ void load_own(const Chunk& own, int half) const {
+        const Barrier& arrived = arrival_of(half, own.chunk);
         cute::tma_store_wait<0>();
         arrived.arrive_and_expect_tx(Traits::kChunkBytes);
-        load_box(&arguments_.residual, arrived, Multicast{1}, residual_of(own.half, own.chunk), own.feature,
-                 own.token);
+        load_box(&arguments_.residual, arrived, Multicast{1}, residual_of(half, own.chunk),
+                 feature_of(own, half), own.token);
+    }
+    __device__ static int feature_of(const Chunk& own, int half) {
+        return own.feature + (half - own.half) * Traits::kWarpgroupFeatures;
     }
 
     __device__ void finish(Sums& sums, const Work& work, int row, int thread, uint32_t parity) {
-        using Result = typename Traits::Result;
         const Staging staging(arguments_, thread);
         const Chunk own = chunk_of(work, row, thread);
-        const bool is_plain = arguments_.bias == nullptr && arguments_.activation == Activation::none &&
-                              !arguments_.has_residual;
-        // The first half is stored while the last products of the second run.
-        if (is_plain && work.steps > 0) {
-            cute::warpgroup_wait<Traits::kFeatureHalves - 1>();
-            store_half(sums, 0, staging, own, work);
+        const bool is_plain = arguments_.bias == nullptr && arguments_.activation == Activation::none;
+        if constexpr (kHalved) {
+            // The first half is stored while the last products of the second run.
+            if (is_plain && !arguments_.has_residual && work.steps > 0) {
+                cute::warpgroup_wait<Traits::kFeatureHalves - 1>();
+                store_half(sums[0], 0, staging, own, work);
+                cute::warpgroup_wait<0>();
+                release_multiplied();
+                return store_half(sums[1], 1, staging, own, work);
+            }
             cute::warpgroup_wait<0>();
             release_multiplied();
-            return store_half(sums, 1, staging, own, work);
+            if (work.steps == 0) clear(sums);
         }
-        cute::warpgroup_wait<0>();
-        release_multiplied();
-        if (work.steps == 0) clear(sums);
-        const int feature = row * kRows + thread / kWarpSize * 16 + thread % kWarpSize / 4;
+        const OfFeatures bias = this->read_bias(row);
         each_half([&](int half) {
-            if (arguments_.bias != nullptr) {
-                const auto* const bias =
-                    static_cast<const Result*>(arguments_.bias) + feature + half * Traits::kWarpgroupFeatures;
-                const float first = to_float(bias[0]), second = to_float(bias[8]);
-#pragma unroll
-                for (int i = 0; i < Traits::kSums; ++i) sums[half][i] += i / 2 % 2 == 0 ? first : second;
-            }
-            activate_all<Result>(sums[half], arguments_.activation);
-            if (!arguments_.has_residual) return store_half(sums, half, staging, own, work);
+            auto& results = reinterpret_cast<Results&>(sums[half]);
+            if (!is_plain) add_bias_and_activate(results, bias.of[half]);
+            if (!arguments_.has_residual) return store_half(results, half, staging, own, work);
+            const bool is_asker = own.is_own && own.half == 0;
+            if (!kLends && half == 1 && is_asker) load_own(own, half);
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk) {
-                float* const of = sums[half] + chunk * kChunkSums;
+                float* const of = results + chunk * kChunkSums;
                 char* const buffer = residual_of(half, chunk);
                 add_residual<true>(staging, of, buffer, arrival_of(half, chunk), parity);
                 staging.template put<true>(of, buffer);
             }
+            if (!kLends) store_own(residual_of(half, own.chunk), own, half, work, is_asker);
         });
-        if (arguments_.has_residual) store_own(residual_of(own.half, own.chunk), own, work, own.is_own);
+        if (arguments_.has_residual && kLends)
+            store_own(residual_of(own.half, own.chunk), own, own.half, work, own.is_own);
     }
-    __device__ void store_half(const Sums& sums, int half, const Staging& staging, const Chunk& own,
+    __device__ void store_plain(Sums& sums, const Work& work, int row, int thread) const {
+        each_half([&](int half) {
+            const int place = Traits::kFeatureHalves * warpgroup_ + half;
+            Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place, thread,
+                              0);
+            epilogue.prepare_row(row);
+            if constexpr (kGrouped) epilogue.set_group(work);
+            epilogue.store_plain(sums[half], Traits::first_token(work, rank_));
+        });
+    }
+    __device__ void store_half(const Results& results, int half, const Staging& staging, const Chunk& own,
                                const Work& work) const {
         if (own.is_own) cute::tma_store_wait<0>();
         sync();
         auto& buffers = shared_.output[warpgroup_];
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
-            staging.template put<true>(sums[half] + chunk * kChunkSums, buffers[chunk]);
-        store_own(buffers[own.chunk], own, work, own.is_own && own.half == half);
+            staging.template put<true>(results + chunk * kChunkSums, buffers[chunk]);
+        store_own(buffers[own.chunk], own, half, work, own.is_own && own.half == half);
     }
-    __device__ void store_own(const char* buffer, const Chunk& own, const Work& work, bool stores) const {
+    __device__ void store_own(const char* buffer, const Chunk& own, int half, const Work& work,
+                              bool stores) const {
         cutlass::arch::fence_view_async_shared();
         sync();
-        if (stores) store_box(buffer, own.feature, own.token, work);
+        if (stores) store_box(buffer, feature_of(own, half), own.token, work);
     }
 
-    // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
-    // thread's features.
-    struct EndScales {
-        float tokens[Traits::kTileTokens / kWarpSize];
-        FeatureScales features;
-    };
     __device__ EndScales read_end_scales(const Work& work) const {
         EndScales scales;
 #pragma unroll
         for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i)
             scales.tokens[i] = this->token_scale(Traits::first_token(work, rank_) + kWarpSize * i + lane_);
-        scales.features = this->read_feature_scales(__ldg(plan_.rows + work.tile));
+        const int row = __ldg(plan_.rows + work.tile);
+        scales.features = this->read_feature_scales(row);
         return scales;
+    }
+    __device__ void add_bias_and_activate(Results& sums, float2 bias) const {
+        if (arguments_.bias != nullptr) {
+#pragma unroll
+            for (int i = 0; i < Traits::kSums; ++i) sums[i] += i / 2 % 2 == 0 ? bias.x : bias.y;
+        }
+        activate_all<typename Traits::Result>(sums, arguments_.activation);
     }
     // See DdsEpilogue for where the sums of a thread are.
     __device__ void scale(Sums& sums, const EndScales& scales) const {
@@ -879,7 +927,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 const float of_token = j % 2 == 0 ? of_first : of_second;
 #pragma unroll
                 for (int half = 0; half < Traits::kFeatureHalves; ++half) {
-                    auto& results = reinterpret_cast<float (&)[Traits::kSums]>(sums[half]);
+                    auto& results = reinterpret_cast<Results&>(sums[half]);
                     const float2 features = scales.features.of[half];
                     const float of_feature = j / 2 == 0 ? features.x : features.y;
                     results[i + j] = scaled(sums[half][i + j], of_token, of_feature);
@@ -923,16 +971,15 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     }
 };
 
-// Results that are what the sums are, row-major, of int8: the sums of a thread leave registers for little
-// else. So the scales of tokens lie in shared memory, and each 64 tokens are scaled, rounded and stored at a
-// time.
+// The sums of a thread leave registers for little else. So the scales of tokens lie in shared memory, and
+// each 64 tokens are scaled, rounded and stored at a time.
 template <class Math, bool kRowMajorInput>
 class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorInput>
     : PingPongProducts<Math, 128, 192, Op::dds_nt, false> {
     using Base = PingPongProducts<Math, 128, 192, Op::dds_nt, false>;
     using Base::arguments_, Base::shared_, Base::plan_, Base::rank_, Base::warpgroup_, Base::lane_;
     using Base::kTurns, Base::kWarpSize, Base::clear, Base::sync;
-    using typename Base::FeatureScales, typename Base::Sums, typename Base::Traits, typename Base::Work;
+    using typename Base::OfFeatures, typename Base::Sums, typename Base::Traits, typename Base::Work;
 
   public:
     using Base::Base;
@@ -960,13 +1007,13 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
             const int row = __ldg(plan_.rows + work.tile);
             float of_tokens[kOwnTokens];
             read_token_scales(of_tokens, work);
-            const FeatureScales scales = this->read_feature_scales(row);
+            const OfFeatures scales = this->read_feature_scales(row), bias = this->read_bias(row);
             next_work = take();
             put_token_scales(of_tokens);
             cute::warpgroup_wait<0>();
             this->release_multiplied();
             if (work.steps == 0) clear(sums);
-            store<0>(sums, scales, row, work, Base::unseen_thread());
+            store<0>(sums, scales, bias, row, work, Base::unseen_thread());
         }
         cute::tma_store_wait<0>();
     }
@@ -996,8 +1043,8 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
     // Stores all features of a chunk of tokens, and the next chunks. They take two sets of buffers in turn.
     // See HalfStaging for the places.
     template <int kChunk>
-    __device__ void store(const Sums& sums, const FeatureScales& scales, int row, const Work& work,
-                          int thread) const {
+    __device__ void store(Sums& sums, const OfFeatures& scales, const OfFeatures& bias, int row,
+                          const Work& work, int thread) const {
         constexpr int kHalves = Traits::kFeatureHalves, kChunkTokens = Traits::kChunkTokens;
         constexpr int kSets = Traits::kChunks / kHalves, kSet = kChunk % kSets;
         const int warp = thread / kWarpSize, lane = thread % kWarpSize;
@@ -1011,7 +1058,7 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
 #pragma unroll
         for (int i = 0; i < kChunkTokens / 16; ++i) {
             uint32_t words[kHalves][4];
-            round_tokens(words, sums, scales, kChunk * kChunkTokens + 16 * i);
+            round_tokens(words, sums, scales, bias, kChunk * kChunkTokens + 16 * i);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) {
                 const auto& four = words[half];
@@ -1029,23 +1076,40 @@ class DdsConsumer<PingPongTraits<Math, 128, 192, Op::dds_nt, false>, kRowMajorIn
         if (lane == 0 && half >= 0 && half < kHalves)
             this->store_box(buffers[warp], row * Traits::kTileFeatures + half * Traits::kWarpgroupFeatures,
                             Traits::first_token(work, rank_) + kChunk * kChunkTokens, work);
-        if constexpr (kChunk + 1 < Traits::kAllChunks) store<kChunk + 1>(sums, scales, row, work, thread);
+        if constexpr (kChunk + 1 < Traits::kAllChunks)
+            store<kChunk + 1>(sums, scales, bias, row, work, thread);
     }
 
     // Scales and rounds 16 tokens: of each half the words of four matrices.
-    __device__ void round_tokens(uint32_t (&words)[Traits::kFeatureHalves][4], const Sums& sums,
-                                 const FeatureScales& scales, int token) const {
+    __device__ void round_tokens(uint32_t (&words)[Traits::kFeatureHalves][4], Sums& sums,
+                                 const OfFeatures& scales, const OfFeatures& bias, int token) const {
         const float4 of_tokens = scales_of(token);
+        const auto each = [&](auto visit) {
 #pragma unroll
-        for (int half = 0; half < Traits::kFeatureHalves; ++half)
+            for (int half = 0; half < Traits::kFeatureHalves; ++half)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const auto* const pair = sums[half] + token / 2 + 2 * i;
-                const float of_feature = i % 2 == 0 ? scales.of[half].x : scales.of[half].y;
-                words[half][i] = rounded<typename Traits::Result>(
-                    scaled(pair[0], i / 2 == 0 ? of_tokens.x : of_tokens.z, of_feature),
-                    scaled(pair[1], i / 2 == 0 ? of_tokens.y : of_tokens.w, of_feature));
-            }
+                for (int i = 0; i < 4; ++i) visit(half, i, token / 2 + 2 * i);
+        };
+        const auto result = [&](int half, int at) -> float& {
+            return reinterpret_cast<float (&)[Traits::kSums]>(sums[half])[at];
+        };
+        each([&](int half, int i, int at) {
+            const float of_feature = i % 2 == 0 ? scales.of[half].x : scales.of[half].y;
+            result(half, at) = scaled(sums[half][at], i / 2 == 0 ? of_tokens.x : of_tokens.z, of_feature);
+            result(half, at + 1) =
+                scaled(sums[half][at + 1], i / 2 == 0 ? of_tokens.y : of_tokens.w, of_feature);
+        });
+        if (arguments_.bias != nullptr) {
+            asm volatile("");  // a branch
+            each([&](int half, int i, int at) {
+                const float of_feature = i % 2 == 0 ? bias.of[half].x : bias.of[half].y;
+                result(half, at) += of_feature;
+                result(half, at + 1) += of_feature;
+            });
+        }
+        each([&](int half, int i, int at) {
+            words[half][i] = rounded<typename Traits::Result>(result(half, at), result(half, at + 1));
+        });
     }
 };
 
