@@ -612,7 +612,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             else if constexpr (Traits::kScales)
                 scales = read_end_scales(work);
             const int row = __ldg(plan_.rows + work.tile);
-            if (arguments_.has_residual && !Traits::lacks_tokens(work, rank_)) {
+            if (__builtin_expect(arguments_.has_residual, false) && !Traits::lacks_tokens(work, rank_)) {
                 if constexpr (kFinishesHalves) load_residual(work, row);
                 if constexpr (kPromotes) load_residual_of_tokens(work, row, 0, threadIdx.x % 128);
             }
@@ -654,11 +654,16 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 finish_scaled(sums, work, row, thread, residual_parity & 1, is_plain);
             } else if constexpr (kPromotes) {
                 const ColumnScales of_features = read_column_scales(row);
-                const bool of_sums = Epilogue::is_plain(arguments_);
-                each_half([&](int half) {
-                    scale(sums[half], scales.tokens[half], of_features);
-                    finish_tokens(sums[half], half, work, row, thread, residual_parity & 1, of_sums);
-                });
+                const auto store = [&](auto plain) {
+                    each_half([&](int half) {
+                        scale(sums[half], scales.tokens[half], of_features);
+                        finish_tokens<plain()>(sums[half], half, work, row, thread, residual_parity & 1);
+                    });
+                };
+                if (Epilogue::is_plain(arguments_))
+                    store(std::true_type{});
+                else
+                    store(std::false_type{});
             } else {
                 each_half([&](int half) {
                     const int place = Traits::kFeatureHalves * warpgroup_ + half;
@@ -701,9 +706,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
     __device__ void finish_scaled(Sums& sums, const Work& work, int row, int thread, uint32_t parity,
                                   bool is_plain) {
         const auto finish = [&](auto plain, int half) {
-            finish_tokens(sums[half], half, work, row, thread, parity, plain);
+            finish_tokens<plain()>(sums[half], half, work, row, thread, parity);
         };
-        if (!is_plain) return each_half([&](int half) { finish(false, half); });
+        if (!is_plain) return each_half([&](int half) { finish(std::false_type{}, half); });
         const auto finish_first = [&] { finish(std::true_type{}, 0); };
         if (work.steps > 0) {
             shared_.weight_ring[ring_].wait_full(position_);
@@ -735,13 +740,11 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             load_box(&arguments_.residual, arrived, Multicast{1}, shared_.output[warpgroup_][chunk], x, y);
         });
     }
-    // The end of half of the tokens of a tile. `is_plain`: results are what the sums are; std::true_type has
-    // code for these alone.
-    template <class Plain>
+    // The end of half of the tokens of a tile. `kPlain`: results are what the sums are.
+    template <bool kPlain>
     __device__ void finish_tokens(Half& sums, int half, const Work& work, int row, int thread,
-                                  uint32_t parity, Plain is_plain) const {
+                                  uint32_t parity) const {
         using Result = typename Traits::Result;
-        constexpr bool kPlain = std::is_same_v<Plain, std::true_type>;
         const bool row_major = kPlain || kGrouped || arguments_.output_layout == Layout::row_major;
         const int lane = thread % kWarpSize, feature = row * kRows;
         auto& buffers = shared_.output[warpgroup_];
@@ -751,7 +754,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             of_own_chunk(work, row, half, thread, [](int, int) { cute::tma_store_wait<0>(); });
         else if (half == 1)
             load_residual_of_tokens(work, row, half, thread);
-        if (!is_plain) {
+        if constexpr (!kPlain) {
             if (arguments_.bias != nullptr) {
                 const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature + lane % 4 * 2;
 #pragma unroll
