@@ -1,6 +1,7 @@
 // Forward of 8 bits in blocks of 128 or 64, forward and dgrad of 16 bits in blocks of 128: dds_8bit and dds
 // with whole tiles for each warpgroup.
-// Operands: as in dds_8bit and dds; of 16 bits all activations are row-major.
+// Operands: as in dds_8bit and dds; of 16 bits, and of int8 and fast sums in blocks of 128, all activations
+// are row-major.
 // CTA: tiles of one block row, 128 tokens x 128 features or 256 x 64, which go to the two warpgroups in turn:
 // while one scales, rounds and stores its results, the other one multiplies. A warpgroup multiplies 64
 // features at a time, or 64 tokens. No block rows are united: a step has 128 bytes of k of one, two blocks of
@@ -15,9 +16,9 @@
 // leave room. Meanwhile the other warpgroup multiplies, from a ring of its own. Tokens are the rows of wgmma
 // then: a thread has sums of four tokens. It reads their scales inside of the sums while these are
 // multiplied; the warps that load write them ahead. Fast sums in blocks of 128 are computed as those of int8.
-// Results leave half by half, which leaves room for six stages. A residual or gate is asked for before the
-// products: in 16 bits all of it, where the memory of the sixth stage has buffers for the other half, else
-// that of the first half.
+// Results leave half by half, which leaves room for six stages. In blocks of 128 a residual or gate is asked
+// for before the products: in 16 bits all of it, as the memory of the sixth stage has buffers for the other
+// half, of int8 and fast sums that of the first half.
 // Chosen where its estimate is least.
 #pragma once
 
@@ -33,12 +34,12 @@ struct HalvedWeight : GroupedWeight<kOp, Math, kRows == 64> {
     using Base = GroupedWeight<kOp, Math, kRows == 64>;
     static constexpr bool kAlongK = true;
     // Sums of 192 x 128 leave no registers for more than scales, bias and rounding.
-    static constexpr bool kPlain = kTokens == 192;
+    static constexpr bool kLarge = kTokens == 192;
 
     static const char* refuses(const Problem& problem) {
         if (Math::kPrecision == Precision::fast && problem.precision != Precision::fast)
             return "its sums stay with the tensor cores";
-        if (kPlain && (problem.activation != Activation::none || problem.residual.data != nullptr ||
+        if (kLarge && (problem.activation != Activation::none || problem.residual.data != nullptr ||
                        problem.output().layout != Layout::row_major))
             return "its results are row-major, without activation, residual or gate";
         if (problem.row_block() != kRows || problem.k_block() < kRows)
@@ -72,7 +73,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
     using Weight = HalvedWeight<Math, kRows, kTokens, kOp>;
     static constexpr int kTileFeatures = kRows;
     static constexpr int kFeatureHalves = kRows / Weight::kFeatures;
-    static constexpr int kChunks = Weight::kPlain ? 4 : Base::kAllChunks;
+    static constexpr int kChunks = Weight::kLarge ? 4 : Base::kAllChunks;
     static constexpr bool kPairsRows = Weight::kPairsRows;
     static constexpr bool kScales = is_quantized(Math::kInput) && !Base::kScaled;  // outside of the sums
     // Sums of 64 x 128 leave room for those of a step.
@@ -87,7 +88,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
         return kLendsStage && arguments.has_residual ? kStages - 1 : kStages;
     }
     // Row-major results of sums whose rows are features, half of them after the other.
-    static constexpr bool kFinishesHalves = kFeatureHalves == 2 && !kPromotes && !Weight::kPlain;
+    static constexpr bool kFinishesHalves = kFeatureHalves == 2 && !kPromotes && !Weight::kLarge;
     static constexpr bool kSplits = false;
     static constexpr bool kHalves = false;
     static constexpr int kBoxTokens = Base::kTileTokens;
@@ -137,7 +138,7 @@ struct DdsTraits<Math, HalvedWeight<Math, kRows, kTokens, kOp>, 2, 1, kTokens, k
         Ring<kStages> weight_ring[kRings];  // of both operands
         Barrier residual[Base::kWarpgroups * kFeatureHalves][kChunks];
         Schedule schedule;
-        [[no_unique_address]] std::conditional_t<Weight::kPlain, EndScales, NoScales> factors;
+        [[no_unique_address]] std::conditional_t<Weight::kLarge, EndScales, NoScales> factors;
     };
     static constexpr int kSharedBytes = sizeof(Shared);
     static_assert(kSharedBytes <= kSharedCapacity);
@@ -210,7 +211,7 @@ struct DdsProducer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>> {
     // Scales inside of the sums are asked for with a step, and their products written after the next one's
     // operands have been asked for.
     __device__ void load_weight(int ring) const {
-        if (Weight::kPlain && ring == 0) return load_ahead();
+        if (Weight::kLarge && ring == 0) return load_ahead();
         Queued next;
         Position position;
         [[maybe_unused]] StepScales scales;
@@ -598,6 +599,9 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         Sums sums;
         clear(sums);  // else they have registers from the beginning on, where there are fewer
         uint32_t residual_parity = 0;
+        [[maybe_unused]] int has_residual = arguments_.has_residual;
+        // In a register: reading the constant for each tile would delay its products.
+        if constexpr (kFinishesHalves) asm volatile("" : "+r"(has_residual));
         if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         for (int turn = 0;; turn ^= 1) {
             const Work work = shared_.schedule.pop(next, lane_);
@@ -612,10 +616,8 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             else if constexpr (Traits::kScales)
                 scales = read_end_scales(work);
             const int row = __ldg(plan_.rows + work.tile);
-            if (__builtin_expect(arguments_.has_residual, false) && !Traits::lacks_tokens(work, rank_)) {
-                if constexpr (kFinishesHalves) load_residual(work, row);
-                if constexpr (kPromotes) load_residual_of_tokens(work, row, 0, threadIdx.x % 128);
-            }
+            if constexpr (kFinishesHalves)
+                if (has_residual && !Traits::lacks_tokens(work, rank_)) load_residual(work, row);
             if constexpr (kPromotes)
                 clear(sums);
             else
@@ -665,16 +667,14 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
                 else
                     store(std::false_type{});
             } else {
-                each_half([&](int half) {
-                    const int place = Traits::kFeatureHalves * warpgroup_ + half;
-                    Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[place], place,
-                                      thread, residual_parity);
-                    epilogue.prepare_row(row);
-                    if constexpr (kGrouped) epilogue.set_group(work);
-                    epilogue.read_bias();
-                    epilogue.begin(Traits::first_token(work, rank_));
-                    epilogue.store(sums[half]);
-                });
+                static_assert(Traits::kFeatureHalves == 1);
+                Epilogue epilogue(arguments_, shared_.output[warpgroup_], shared_.residual[warpgroup_],
+                                  warpgroup_, thread, residual_parity);
+                epilogue.prepare_row(row);
+                if constexpr (kGrouped) epilogue.set_group(work);
+                epilogue.read_bias();
+                epilogue.begin(Traits::first_token(work, rank_));
+                epilogue.store(sums[0]);
             }
             residual_parity = ~residual_parity;
         }
@@ -720,40 +720,29 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         finish(std::true_type{}, 1);
     }
 
-    // Results of half of the tokens, which are rows of sums, lie in chunks of 64 features. Each of two warps
-    // stores one of them, and reads its residual or gate: that of the first half is asked for before the
-    // products. Calls visit(x, y) in a lane of such a warp with the corner of its box.
-    template <class Visit>
-    __device__ void of_own_chunk(const Work& work, int row, int half, int thread, Visit visit) const {
-        const int warp = thread / kWarpSize, token = Traits::first_token(work, rank_) + kTokens / 2 * half;
-        if (thread % kWarpSize > 0 || warp >= Traits::kChunks) return;
-        const int x = row * kRows + Traits::kWarpgroupFeatures * warp - features_before(work);
-        const bool row_major = kGrouped || arguments_.output_layout == Layout::row_major;
-        visit(row_major ? x : token, row_major ? token : x);
-    }
-    __device__ void load_residual_of_tokens(const Work& work, int row, int half, int thread) const {
-        of_own_chunk(work, row, half, thread, [&](int x, int y) {
-            const int chunk = thread / kWarpSize;
-            const Barrier& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half][chunk];
-            cute::tma_store_wait<0>();
-            arrived.arrive_and_expect_tx(Traits::kChunkBytes);
-            load_box(&arguments_.residual, arrived, Multicast{1}, shared_.output[warpgroup_][chunk], x, y);
-        });
-    }
-    // The end of half of the tokens of a tile. `kPlain`: results are what the sums are.
+    // The end of half of the tokens of a tile, which are rows of sums. Each of two warps stores 64 features.
     template <bool kPlain>
     __device__ void finish_tokens(Half& sums, int half, const Work& work, int row, int thread,
                                   uint32_t parity) const {
         using Result = typename Traits::Result;
         const bool row_major = kPlain || kGrouped || arguments_.output_layout == Layout::row_major;
-        const int lane = thread % kWarpSize, feature = row * kRows;
+        const int warp = thread / kWarpSize, lane = thread % kWarpSize, feature = row * kRows;
         auto& buffers = shared_.output[warpgroup_];
         const auto& arrived = shared_.residual[Traits::kFeatureHalves * warpgroup_ + half];
         const bool has_residual = !kPlain && arguments_.has_residual;
-        if (!has_residual)
-            of_own_chunk(work, row, half, thread, [](int, int) { cute::tma_store_wait<0>(); });
-        else if (half == 1)
-            load_residual_of_tokens(work, row, half, thread);
+        const int token = Traits::first_token(work, rank_) + Traits::kTileTokens / 2 * half;
+        const int first = feature - features_before(work);
+        const auto own_chunk = [&](auto visit) {
+            if (lane > 0 || warp >= Traits::kChunks) return;
+            const int x = first + Traits::kWarpgroupFeatures * warp;
+            visit(row_major ? x : token, row_major ? token : x);
+        };
+        own_chunk([&](int x, int y) {
+            cute::tma_store_wait<0>();
+            if (!has_residual) return;
+            arrived[warp].arrive_and_expect_tx(Traits::kChunkBytes);
+            load_box(&arguments_.residual, arrived[warp], Multicast{1}, buffers[warp], x, y);
+        });
         if constexpr (!kPlain) {
             if (arguments_.bias != nullptr) {
                 const auto* const bias = static_cast<const Result*>(arguments_.bias) + feature + lane % 4 * 2;
@@ -783,8 +772,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             put(std::false_type{}, std::false_type{});
         cutlass::arch::fence_view_async_shared();
         sync();
-        of_own_chunk(work, row, half, thread,
-                     [&](int x, int y) { store_box(buffers[thread / kWarpSize], x, y, work); });
+        own_chunk([&](int x, int y) { store_box(buffers[warp], x, y, work); });
     }
 
     // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
@@ -796,7 +784,8 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
 
     // The end of a tile of row-major results: one half of the features after the other, by the same buffers.
     // Each warp stores the results of a chunk, and reads its residual or gate, which is asked for before the
-    // products: of the second half where a stage is lent, else when the first one's results are stored.
+    // products. Where no stage is lent, the warps of the first half's chunks do so for the second half when
+    // the first one's results are stored.
     using Staging = HalfStaging<typename Traits::Result>;
     static constexpr int kChunks = Traits::kChunks, kChunkSums = Traits::kChunkTokens / 2;
 

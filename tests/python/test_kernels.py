@@ -1138,6 +1138,15 @@ def test_each_group_meets_its_weight(row: Row, name: str) -> None:
         check(row, of_groups(row, COUNTS[name], block_shape, grid, **draw.choice(PLAIN_OPTIONS[row.op])))
 
 
+@of([row for row in GROUPED_ROWS if row.dtype == torch.float8_e4m3fn])
+def test_fast_sums_of_groups(row: Row) -> None:
+    fast = row._replace(precision=FAST)
+    for block_shape in accepted_shapes(row)[-2:]:
+        grid = 384 // block_shape[0], 512 // block_shape[1]
+        for options in PLAIN_OPTIONS[row.op]:
+            check(fast, of_groups(row, [37, 0, 300, 90], block_shape, grid, **options))
+
+
 @of(GROUPED_ROWS)
 def test_nothing_of_other_groups_enters_a_sum(row: Row) -> None:
     """A NaN in one group's tokens spoils results of this group alone, and none through 0 * NaN."""

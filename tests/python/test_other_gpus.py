@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from test_kernels import CODES, CUDA, GROUPED_ROWS, ROWS, Row, accepts, entry_of, form_of
+from test_kernels import CODES, CUDA, FAST, GROUPED_ROWS, ROWS, Row, accepts, entry_of, form_of
 
 from tilesparse import _C, BlockPattern, tuning
 from tilesparse._checks import BLOCK_SIZES
@@ -79,6 +79,19 @@ def refusal(row: Row, device: _C.DeviceInfo) -> str:
     with pytest.raises(UnsupportedError) as caught:
         asked.select(device)
     return str(caught.value)
+
+
+@needs_all
+def test_kernels_of_fast_sums_compute_no_others() -> None:
+    """One has these alone. Another has a second kernel for them, whose results are row-major."""
+    device, block = limited({}), (128, 128)
+    of_name = {row.name.removeprefix("sm90_dds_nt_float8_"): row for row in ROWS}
+    alone, beside = of_name["fast_bf16_pingpong_384x128"], of_name["bf16_pingpong_256x128"]
+    assert accepts(alone, block, device=device) and alone.precision == FAST
+    assert not accepts(alone._replace(precision=0), block, device=device)
+    usual, fast = beside._replace(precision=0), beside._replace(precision=FAST)
+    assert accepts(usual, block, y_layout=1, device=device) and accepts(fast, block, device=device)
+    assert not accepts(fast, block, y_layout=1, device=device)
 
 
 @needs_all
