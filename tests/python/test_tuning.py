@@ -226,7 +226,7 @@ def test_fast_sums_of_float8_are_measured_apart() -> None:
 @pytest.mark.parametrize(
     ("tokens", "block", "out_features", "in_features", "density", "usual", "fast"),
     [
-        (8192, 128, 4096, 14336, 0.1, "bf16_pingpong_256x128", "bf16_pingpong_256x128"),  # fast 85, 90 us
+        (8192, 128, 4096, 14336, 0.5, "bf16_pingpong_256x128", "bf16_pingpong_256x128"),  # fast 335, 346 us
         (
             8192,
             128,
