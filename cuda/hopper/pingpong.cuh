@@ -600,7 +600,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         clear(sums);  // else they have registers from the beginning on, where there are fewer
         uint32_t residual_parity = 0;
         [[maybe_unused]] int has_residual = arguments_.has_residual;
-        // In a register: reading the constant for each tile would delay its products.
+        // A register, instead of a constant that is read for each tile.
         if constexpr (kFinishesHalves) asm volatile("" : "+r"(has_residual));
         if (!kPromotes && warpgroup_ == 1) cutlass::arch::NamedBarrier::arrive(256, kTurns);
         for (int turn = 0;; turn ^= 1) {

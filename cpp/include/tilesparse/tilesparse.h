@@ -308,7 +308,7 @@ typedef struct ts_kernel_info {
     int32_t min_compute_capability; /* 0 on the CPU */
     uint32_t ops;                   /* bit 1 << op */
     uint32_t dtypes;                /* bit 1 << dtype */
-    int32_t precision;              /* on TS_CUDA: of TS_FLOAT32; of TS_FLOAT8_E4M3FN the least it computes */
+    int32_t precision;              /* on TS_CUDA: of TS_FLOAT32; TS_PRECISION_FAST: fast sums alone */
     int32_t plan;                   /* kernels with equal, nonzero `plan` share plans; 0: needs none */
     int32_t tile_tokens;            /* 0 where the kernel has no fixed tile */
     int32_t tile_features;
