@@ -39,9 +39,8 @@ struct HalvedWeight : GroupedWeight<kOp, Math, kRows == 64> {
     static const char* refuses(const Problem& problem) {
         if (Math::kPrecision == Precision::fast && problem.precision != Precision::fast)
             return "its sums stay with the tensor cores";
-        if (kLarge && (problem.activation != Activation::none || problem.residual.data != nullptr ||
-                       problem.output().layout != Layout::row_major))
-            return "its results are row-major, without activation, residual or gate";
+        if (kLarge && (problem.activation != Activation::none || problem.residual.data != nullptr))
+            return "its results are without activation, residual or gate";
         if (problem.row_block() != kRows || problem.k_block() < kRows)
             return kRows == 128 ? "its blocks have 128 rows and 128 columns at least"
                                 : "its blocks have 64 rows and 64 columns at least";
@@ -647,7 +646,7 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
             if constexpr (Traits::kScales && !kPromotes) scale(sums, scales);
             const int thread = Base::unseen_thread();
             if constexpr (kFinishesHalves) {
-                // Of 8 bits, nothing of the end runs beside the last products.
+                // In 8 bits, nothing of the end runs beside the last products.
                 if (!kHalved && Epilogue::is_plain(arguments_))
                     store_plain(sums, work, row, thread);
                 else
@@ -775,13 +774,6 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         own_chunk([&](int x, int y) { store_box(buffers[warp], x, y, work); });
     }
 
-    // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
-    // thread's features.
-    struct EndScales {
-        float tokens[Traits::kTileTokens / kWarpSize];
-        OfFeatures features;
-    };
-
     // The end of a tile of row-major results: one half of the features after the other, by the same buffers.
     // Each warp stores the results of a chunk, and reads its residual or gate, which is asked for before the
     // products. Where no stage is lent, the warps of the first half's chunks do so for the second half when
@@ -891,13 +883,18 @@ class DdsConsumer<PingPongTraits<Math, kRows, kTokens, kOp, kGrouped>, kRowMajor
         if (stores) store_box(buffer, feature_of(own, half), own.token, work);
     }
 
+    // Scales outside of the sums, which are read before these are computed: of each 32nd token, and of the
+    // thread's features.
+    struct EndScales {
+        float tokens[Traits::kTileTokens / kWarpSize];
+        OfFeatures features;
+    };
     __device__ EndScales read_end_scales(const Work& work) const {
         EndScales scales;
 #pragma unroll
         for (int i = 0; i < Traits::kTileTokens / kWarpSize; ++i)
             scales.tokens[i] = this->token_scale(Traits::first_token(work, rank_) + kWarpSize * i + lane_);
-        const int row = __ldg(plan_.rows + work.tile);
-        scales.features = this->read_feature_scales(row);
+        scales.features = this->read_feature_scales(__ldg(plan_.rows + work.tile));
         return scales;
     }
     __device__ void add_bias_and_activate(Results& sums, float2 bias) const {
